@@ -1,0 +1,80 @@
+"""Every sample of an epoch is dealt exactly once, whatever happens to the membership."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from torrential.data.deal import Deal
+from torrential.errors import BadInput
+
+
+def test_an_epoch_by_hand() -> None:
+    deal = Deal(10, seed=1)
+    order = deal.share(0, 1, 10).indices.tolist()
+    first, second = deal.share(0, 2, 2), deal.share(1, 2, 2)
+    assert (first.indices.tolist(), second.indices.tolist(), first.total) == (order[0:2], order[2:4], 4)
+    deal.advance(4)
+    deal.advance(deal.share(0, 1, 3).total)
+    assert (deal.epoch, deal.cursor) == (0, 7)
+    assert [deal.share(m, 4, 1).indices.tolist() for m in range(4)] == [[], order[7:8], order[8:9], order[9:10]]
+    assert deal.share(0, 4, 1).micro_batches == []
+    deal.advance(3)
+    assert (deal.epoch, deal.cursor) == (1, 0)
+
+
+def test_changing_membership_loses_and_repeats_nothing() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        samples = rng.randint(1, 300)
+        deal = Deal(samples, seed=rng.randrange(100))
+        for epoch in range(2):
+            seen: list[int] = []
+            while deal.epoch == epoch:
+                members, batch, accumulate = rng.randint(1, 9), rng.randint(1, 16), rng.randint(1, 3)
+                shares = [deal.share(m, members, batch, accumulate) for m in range(members)]
+                sizes = [len(s.indices) for s in shares]
+                assert max(sizes) - min(sizes) <= 1 and sum(sizes) == shares[0].total
+                for share in shares:
+                    assert len(share.micro_batches) <= accumulate
+                    assert all(0 < len(piece) <= batch for piece in share.micro_batches)
+                    pieces = [i for piece in share.micro_batches for i in piece.tolist()]
+                    assert pieces == share.indices.tolist()
+                    seen += pieces
+                deal.advance(shares[0].total)
+            assert sorted(seen) == list(range(samples))
+
+
+def test_members_together_take_what_one_would() -> None:
+    one = Deal(100, seed=5).share(0, 1, 64).indices
+    assert torch.equal(torch.cat([Deal(100, seed=5).share(m, 4, 16).indices for m in range(4)]), one)
+
+
+def test_order_depends_on_seed_and_epoch_only() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return Deal(50, seed, epoch).share(0, 1, 50).indices.tolist()
+
+    assert order(1, 2) == order(1, 2)
+    assert len({tuple(order(seed, epoch)) for seed in range(5) for epoch in range(5)}) == 25
+    assert order(0, 0)[:5] == [43, 47, 19, 36, 18], "a changed order breaks resumed runs"
+
+
+def test_resumes_in_the_middle() -> None:
+    deal = Deal(30, seed=2)
+    for _ in range(5):
+        deal.advance(deal.share(0, 2, 4).total)
+    again = Deal(30, 2, deal.epoch, deal.cursor)
+    assert torch.equal(again.share(1, 2, 4).indices, deal.share(1, 2, 4).indices)
+
+
+def test_steps_per_epoch() -> None:
+    deal = Deal(101, seed=0)
+    assert [deal.steps_per_epoch(*args) for args in ((1, 100, 1), (1, 101, 1), (2, 10, 1), (2, 10, 5))] == [2, 1, 6, 2]
+
+
+@pytest.mark.parametrize("args", [(0, 1), (5, 1, -1), (5, 1, 0, 5), (5, 1, 0, -1)])
+def test_refuses(args: tuple[int, ...]) -> None:
+    with pytest.raises(BadInput):
+        Deal(*args)

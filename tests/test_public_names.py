@@ -1,0 +1,71 @@
+"""What `import torrential` promises: these names, and nothing else happening."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import torrential
+
+NAMES = [
+    "AllReduce",
+    "Task",
+    "TorrentialError",
+    "TrainResult",
+    "__version__",
+    "accuracy",
+    "load_task",
+    "optimizer",
+    "read_records",
+    "train",
+]
+
+
+def test_the_public_names_are_exactly_these():
+    assert torrential.__all__ == NAMES
+    assert dir(torrential) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_resolves(name):
+    assert getattr(torrential, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'torrential' has no attribute 'tarin'"):
+        torrential.tarin  # noqa: B018
+
+
+# Run in a fresh interpreter. An audit hook sees every file opened for writing, every socket and every process started.
+IMPORT_AND_TELL = """
+import json, os, sys, threading
+
+seen = []
+
+def watch(event, args):
+    writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    if writes or event.startswith(("socket.", "subprocess.", "os.fork", "os.mkdir", "os.posix_spawn")):
+        seen.append(f"{event} {args}")
+
+before = set(sys.modules)
+sys.addaudithook(watch)
+import torrential
+print(json.dumps({
+    "effects": seen,
+    "threads": threading.active_count(),
+    "modules": sorted(set(sys.modules) - before),
+}))
+"""
+
+
+def test_import_has_no_side_effects():
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", IMPORT_AND_TELL], capture_output=True, text=True, timeout=30, check=True
+    )
+    told = json.loads(done.stdout)
+    assert told["effects"] == []
+    assert told["threads"] == 1
+    heavy = {"torch", "numpy", "msgspec", "typer", "rich"}
+    assert not heavy & {name.partition(".")[0] for name in told["modules"]}
+    assert [name for name in told["modules"] if name.startswith("torrential")] == ["torrential"]

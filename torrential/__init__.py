@@ -1,0 +1,58 @@
+"""Torrential: one training script, any way of distributing it.
+
+Names are imported when first used (PEP 562), so that `import torrential` costs nothing and starts nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torrential.errors import TorrentialError
+    from torrential.records import read_records
+    from torrential.run import TrainResult, train
+    from torrential.strategies.allreduce import AllReduce
+    from torrential.task import Task, accuracy, optimizer
+    from torrential.tasks import load_task
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllReduce",
+    "Task",
+    "TorrentialError",
+    "TrainResult",
+    "__version__",
+    "accuracy",
+    "load_task",
+    "optimizer",
+    "read_records",
+    "train",
+]
+
+_HOME = {
+    "AllReduce": "torrential.strategies.allreduce",
+    "Task": "torrential.task",
+    "TorrentialError": "torrential.errors",
+    "TrainResult": "torrential.run",
+    "accuracy": "torrential.task",
+    "load_task": "torrential.tasks",
+    "optimizer": "torrential.task",
+    "read_records": "torrential.records",
+    "train": "torrential.run",
+}
+
+
+if not TYPE_CHECKING:  # a type checker that saw this would believe any name to be there
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value  # the next look-up finds it without us
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

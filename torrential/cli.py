@@ -1,0 +1,193 @@
+"""The command line. Reads arguments and environment, and turns every error on purpose into one clear message."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from torrential import __version__
+from torrential.errors import BadInput, TorrentialError
+from torrential.worlds.local.launch import Launch
+
+app = typer.Typer(
+    name="torrential",
+    help="Train one script in any distributed way, and see which reaches the target soonest.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+_err = Console(stderr=True)
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGHUP, as an exception, so that everything is cleaned up on the way out."""
+
+
+@app.command(
+    epilog="""Examples:\n
+    torrential train digits --workers 2\n
+    torrential train my_task.py --workers 4 --set transport=tcp --target 0.98\n
+    torrential train digits --workers 4 --set restart=true --set accumulate=2\n
+    torrential train --resume runs/digits-allreduce-20260101-120000"""
+)
+def train(
+    task: Annotated[str | None, typer.Argument(help="A built-in task, or file.py[:name].", show_default=False)] = None,
+    strategy: Annotated[str, typer.Option(help="How workers cooperate; see 'torrential strategies'.")] = "allreduce",
+    workers: Annotated[int, typer.Option(help="Worker processes.")] = 1,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data; the task's own by default.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Stop after this many steps.")] = None,
+    target: Annotated[float | None, typer.Option(help="Stop when validation reaches this value.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per worker and step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate; the task's own by default.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value: an option of strategy or world.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the run; a fresh one under runs/ by default.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this directory.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where data sets are.", envvar="TORRENTIAL_DATA")] = None,
+    json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
+) -> None:
+    """Train TASK on this machine's processes."""
+    with _launching() as launch:
+        from torrential import records, run
+        from torrential.data import find
+        from torrential.progress import Progress, final_table
+        from torrential.tasks import load_task
+
+        find.set_data_dir(data_dir)
+        if resume is not None:
+            job = run.prepare_resume(resume, None if task is None else load_task(task))
+        elif task is None:
+            raise BadInput("which task? give a built-in name (see 'torrential tasks') or file.py[:name]")
+        else:
+            loaded = load_task(task)
+            asked = run.Request(
+                task=loaded,
+                strategy=strategy,
+                options=_options(set_ or []),
+                workers=workers,
+                epochs=epochs,
+                steps=steps,
+                target=target,
+                batch_size=batch_size,
+                lr=lr,
+                seed=seed,
+                device=device,
+            )
+            job = run.prepare(asked, out)
+        _err.print(f"run directory: {job.directory}", highlight=False)
+        try:
+            result = run.execute(
+                job,
+                launch,
+                lambda j: Progress(
+                    run.planned_steps(j), j.config.workers, j.task.metric_name, j.config.target, _err
+                ).__enter__(),
+            )
+        except (KeyboardInterrupt, Terminated):
+            _err.print(f"stopped; go on with: torrential train --resume {job.directory}", highlight=False)
+            raise
+        _err.print(final_table(result.summary))
+        if json:
+            print(records.encode(result.summary).decode())
+
+
+@app.command()
+def tasks() -> None:
+    """List the built-in tasks."""
+    from torrential.tasks import TASKS
+
+    for name, builtin in TASKS.items():
+        print(f"{name:14} {builtin.description}")
+
+
+@app.command()
+def strategies(name: Annotated[str | None, typer.Argument(help="Show one in full.")] = None) -> None:
+    """List the strategies, or the options and the idea of one."""
+    import inspect
+
+    from torrential.errors import UnknownName
+    from torrential.strategies import STRATEGIES
+
+    if name is None:
+        for known, kind in STRATEGIES.items():
+            print(f"{known:14} {kind.summary}")
+        return
+    if name not in STRATEGIES:
+        raise UnknownName("strategy", name, STRATEGIES)
+    kind = STRATEGIES[name]
+    print(inspect.getdoc(sys.modules[kind.__module__]))
+    print("\nOptions (--set name=value):")
+    for field, default in zip(kind.__struct_fields__, kind.__struct_defaults__, strict=True):
+        print(f"  {field} = {default}")
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+def _options(pairs: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise BadInput(f"--set takes name=value (given: {pair!r})")
+        options[name.strip().replace("-", "_")] = value.strip()
+    return options
+
+
+@contextlib.contextmanager
+def _launching() -> Iterator[Launch]:
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise Terminated(signum)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    launch = Launch()
+    try:
+        yield launch
+    finally:
+        launch.close()
+
+
+def main() -> None:
+    """Entry point: exit codes are 0, 1 (the run failed), 2 (bad input), 130 (interrupted), 143 (terminated)."""
+    code = 0
+    try:
+        code = app(standalone_mode=False) or 0
+    except TorrentialError as error:
+        _err.print(f"[red]error:[/red] {_escape(str(error))}", highlight=False, soft_wrap=True)
+        code = error.exit_code
+    except typer.Abort:
+        code = 130
+    except KeyboardInterrupt:
+        code = 130
+    except Terminated as end:
+        code = 128 + int(end.args[0])
+    except Exception as error:
+        if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "format_message"):
+            _err.print(f"[red]error:[/red] {_escape(error.format_message())}", highlight=False, soft_wrap=True)
+            code = 2
+        else:
+            raise
+    sys.stdout.flush()
+    os._exit(code) if code else sys.exit(0)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

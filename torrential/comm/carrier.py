@@ -1,0 +1,113 @@
+"""What the carriers of collectives have in common: operations in flight, and how to wait for them.
+
+Every member starts the same operations in the same order, so the n-th operation of one is the n-th of all. An
+operation is a small state machine: `start` publishes what others need, `advance` does what has become possible and
+never blocks. They finish in order. `progress` may be called from autograd hooks; only `wait` blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torrential.comm.protocol import Meter
+from torrential.errors import WaitedTooLong
+
+
+class Operation:
+    """One collective under way on this member; also the handle that the caller gets."""
+
+    what = "operation"
+
+    def __init__(self, carrier: Carrier) -> None:
+        self.carrier = carrier
+        self.number = carrier.issue()
+        self.finished = False
+        self.result: Any = None
+
+    def start(self) -> None: ...
+
+    def advance(self) -> bool:
+        """Do what can be done now; True when the operation is finished on this member."""
+        raise NotImplementedError
+
+    def lagging(self) -> int:
+        """The rank that keeps this operation from going on."""
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        self.carrier.progress()
+        return self.finished
+
+    def wait(self, timeout: float | None = None) -> Any:
+        self.carrier.finish(self, timeout)
+        return self.result
+
+
+class Carrier:
+    """A queue of operations in flight. Subclasses say how to sleep until something has changed."""
+
+    def __init__(self, rank: int, meter: Meter, check: Callable[[], None], timeout: float) -> None:
+        self.rank, self.meter, self.timeout = rank, meter, timeout
+        self.check = check  # raises Regrouped when membership has changed
+        self.overdue: Callable[[Operation, float], None] | None = None  # told once, before giving up
+        self.members: tuple[int, ...] = ()
+        self.index = 0
+        self._issued = 0
+        self._queue: deque[Operation] = deque()
+
+    def regroup(self, generation: int, members: tuple[int, ...]) -> None:
+        """Forget what was in flight; number operations anew, above all numbers of earlier generations."""
+        self.members, self.index = members, members.index(self.rank)
+        self._issued = generation << 32
+        self._queue.clear()
+
+    def issue(self) -> int:
+        self._issued += 1
+        return self._issued
+
+    def launch(self, operation: Operation) -> Operation:
+        start = time.perf_counter()
+        operation.start()
+        self._queue.append(operation)
+        self._advance()
+        self.meter.communicate += time.perf_counter() - start
+        return operation
+
+    def progress(self) -> None:
+        if self._queue:
+            start = time.perf_counter()
+            self._advance()
+            self.meter.communicate += time.perf_counter() - start
+
+    def _advance(self) -> None:
+        while self._queue and self._queue[0].advance():
+            self._queue.popleft().finished = True
+
+    def finish(self, operation: Operation, timeout: float | None) -> None:
+        limit = self.timeout if timeout is None else timeout
+        self.progress()
+        if operation.finished:
+            return
+        began = now = time.perf_counter()
+        complain = self.overdue
+        while not operation.finished:
+            self.check()
+            head = self._queue[0]
+            if now - began > limit:
+                if complain is None:
+                    raise WaitedTooLong(f"worker {head.lagging()}", now - began, head.what)
+                complain(head, now - began)
+                complain, limit = None, 2 * limit
+            self.rest(head, now - began)
+            now = time.perf_counter()
+            before = self.meter.communicate
+            self.progress()
+            self.meter.wait -= self.meter.communicate - before  # work done while waiting is not waiting
+        self.meter.wait += time.perf_counter() - began
+
+    def rest(self, head: Operation, waited: float) -> None:
+        """Sleep until `head` may be able to go on, a few milliseconds at the most."""
+        raise NotImplementedError

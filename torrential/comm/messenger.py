@@ -1,0 +1,221 @@
+"""Point-to-point messages between workers over unix or tcp sockets; payloads land where the receiver wants them.
+
+Each pair of workers has one connection: the higher rank dials the lower. A thread per connection reads, another
+writes, so a send never blocks the caller and two large messages crossing each other never deadlock. Frames carry the
+generation; those of an earlier one are read and thrown away. On a regrouping every pair exchanges a marker: once it
+has come, nothing sent before it can still arrive.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+from torch import Tensor
+
+from torrential.comm import wire
+from torrential.errors import PeerLost
+
+DIAL_SECONDS = 10.0
+
+
+class Greeting(msgspec.Struct, frozen=True, tag=True):
+    rank: int
+    life: int  # which incarnation of that rank is calling
+
+
+class Data(msgspec.Struct, frozen=True, tag=True):
+    generation: int
+    tag: str
+
+
+Key = tuple[int, int, str]  # source, generation, tag
+
+
+class Outgoing:
+    """A message on its way; done when it has been handed to the kernel."""
+
+    def __init__(self) -> None:
+        self._sent = threading.Event()
+
+    def done(self) -> bool:
+        return self._sent.is_set()
+
+    def mark(self) -> None:
+        self._sent.set()
+
+
+class Peer:
+    """The connection to one other worker."""
+
+    def __init__(self, rank: int, life: int, connection: wire.Connection[Data | Greeting]) -> None:
+        self.rank, self.life, self.connection = rank, life, connection
+        self.outbox: queue.SimpleQueue[tuple[Data, Sequence[Tensor], Outgoing] | None] = queue.SimpleQueue()
+        self.lost = False
+
+
+class Messenger:
+    def __init__(self, rank: int, life: int, address: str, token: bytes) -> None:
+        self.rank, self.life, self._token = rank, life, token
+        self._listener, self.address = wire.listen(address)
+        self.changed = threading.Condition()
+        self.generation = 0
+        self.strangers = 0
+        self._peers: dict[int, Peer] = {}
+        self._arrived: dict[Key, list[Tensor]] = {}
+        self._expected: dict[Key, Sequence[Tensor]] = {}
+        self._spawn(self._accept)
+
+    def _spawn(self, target: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=target, args=args, daemon=True).start()
+
+    # -- connections --------------------------------------------------------------------------------------------
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            self._spawn(self._welcome, sock)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        admitted = wire.admit(sock, self._token, Data | Greeting)
+        if admitted is None or not isinstance(admitted[1], Greeting):
+            self.strangers += 1
+            return
+        connection, greeting = admitted
+        self._adopt(Peer(greeting.rank, greeting.life, connection))
+
+    def _adopt(self, peer: Peer) -> None:
+        with self.changed:
+            self._peers[peer.rank] = peer
+            self.changed.notify_all()
+        self._spawn(self._read, peer)
+        self._spawn(self._write, peer)
+
+    def regroup(self, generation: int, peers: dict[int, tuple[str, int]]) -> None:
+        """Adopt a new generation: drop peers that left or were reborn, dial lower ranks not yet connected."""
+        with self.changed:
+            self.generation = generation
+            for key in [k for k in self._arrived if k[1] < generation]:
+                del self._arrived[key]
+            for key in [k for k in self._expected if k[1] < generation]:
+                del self._expected[key]
+            for rank, peer in list(self._peers.items()):
+                if rank not in peers or peers[rank][1] > peer.life or peer.lost:
+                    peer.outbox.put(None)
+                    peer.connection.close()
+                    del self._peers[rank]
+        for rank, (address, life) in peers.items():
+            if rank < self.rank and rank not in self._peers:
+                try:
+                    connection = wire.dial(address, self._token, Data | Greeting, DIAL_SECONDS)
+                    connection.send(Greeting(self.rank, self.life))
+                except (OSError, wire.Closed) as error:
+                    raise PeerLost(f"worker {rank}") from error
+                self._adopt(Peer(rank, life, connection))
+
+    def close(self) -> None:
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # never connected
+        self._listener.close()
+        for peer in self._peers.values():
+            peer.outbox.put(None)
+            peer.connection.close()
+
+    # -- messages -----------------------------------------------------------------------------------------------
+    def connected(self, rank: int) -> bool:
+        return rank in self._peers
+
+    def send(self, to: int, tag: str, tensors: Sequence[Tensor]) -> Outgoing:
+        """Queue a message to a connected peer. To a lost one it is dropped: the regrouping to come will void it."""
+        outgoing = Outgoing()
+        peer = self._peers.get(to)
+        if peer is not None and not peer.lost:
+            peer.outbox.put((Data(self.generation, tag), tensors, outgoing))
+        return outgoing
+
+    def expect(self, source: int, tag: str, into: Sequence[Tensor]) -> None:
+        """Say where a message shall land, if it has not begun to arrive."""
+        key = (source, self.generation, tag)
+        with self.changed:
+            if key not in self._arrived:
+                self._expected[key] = into
+
+    def arrived(self, source: int, tag: str) -> bool:
+        return (source, self.generation, tag) in self._arrived
+
+    def take(self, source: int, tag: str, into: Sequence[Tensor] = ()) -> None:
+        """Accept a message that has arrived; one that was too early to land in `into` is copied there."""
+        key = (source, self.generation, tag)
+        with self.changed:
+            tensors = self._arrived.pop(key)
+            self._expected.pop(key, None)
+        for target, tensor in zip(into, tensors, strict=True):
+            if tensor is not target:
+                target.view(-1).copy_(tensor.view(-1))
+
+    def pause(self, seconds: float) -> None:
+        """Sleep until something has arrived or left."""
+        with self.changed:
+            self.changed.wait(seconds)
+
+    def _read(self, peer: Peer) -> None:
+        def destination(message: Data | Greeting, shapes: Sequence[wire.Shape]) -> Sequence[Tensor] | None:
+            if not isinstance(message, Data):
+                raise wire.WireError("a second greeting")
+            with self.changed:
+                return self._expected.pop((peer.rank, message.generation, message.tag), None)
+
+        try:
+            while True:
+                message, tensors = peer.connection.receive(destination)
+                assert isinstance(message, Data)
+                with self.changed:
+                    if message.generation >= self.generation:
+                        self._arrived[(peer.rank, message.generation, message.tag)] = tensors
+                        self.changed.notify_all()
+        except (wire.Closed, wire.WireError):
+            pass  # whoever waits for this peer is told by the supervisor
+        finally:
+            peer.lost = True
+            peer.outbox.put(None)
+
+    def _write(self, peer: Peer) -> None:
+        while (item := peer.outbox.get()) is not None:
+            message, tensors, outgoing = item
+            try:
+                peer.connection.send(message, tensors)
+            except wire.Closed:
+                peer.lost = True
+                return
+            outgoing.mark()
+            with self.changed:
+                self.changed.notify_all()
+
+
+def settle(messenger: Messenger, members: Sequence[int], check: Callable[[], None], timeout: float) -> None:
+    """Exchange markers with every other member: afterwards nothing of an earlier generation can arrive."""
+    others = [r for r in members if r != messenger.rank]
+    deadline = time.monotonic() + timeout
+
+    def until(condition: Callable[[], bool], who: int) -> None:
+        while not condition():
+            check()
+            if time.monotonic() > deadline:
+                raise PeerLost(f"worker {who}")
+            messenger.pause(0.01)
+
+    for rank in others:
+        until(partial(messenger.connected, rank), rank)
+        messenger.send(rank, "marker", ())
+    for rank in others:
+        until(partial(messenger.arrived, rank, "marker"), rank)
+        messenger.take(rank, "marker")

@@ -1,0 +1,70 @@
+"""All-reduce through torch.distributed: Gloo for host memory, NCCL where each worker has its own GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torrential.comm.protocol import Meter
+from torrential.errors import WaitedTooLong
+
+POLL_SECONDS = 1e-4
+
+
+class NativeCarrier:
+    """One process group per generation. Small operations and agreement stay with our own carriers."""
+
+    def __init__(self, rank: int, meter: Meter, check: Callable[[], None], timeout: float, backend: str) -> None:
+        self.rank, self.meter, self.check, self.timeout, self.backend = rank, meter, check, timeout, backend
+        self.members: tuple[int, ...] = ()
+
+    def regroup(self, generation: int, members: tuple[int, ...], host: str, port: int) -> None:
+        self.close()
+        self.members = members
+        patience = timedelta(seconds=self.timeout)
+        store = dist.PrefixStore(f"generation {generation}", dist.TCPStore(host, port, timeout=patience))
+        rank = members.index(self.rank)
+        dist.init_process_group(self.backend, store=store, rank=rank, world_size=len(members), timeout=patience)
+
+    def all_reduce(self, tensor: Tensor) -> NativeHandle:
+        start = time.perf_counter()
+        work = dist.all_reduce(tensor, async_op=True)
+        count = len(self.members)
+        self.meter.bytes_sent += 2 * (count - 1) * tensor.nbytes // count
+        self.meter.communicate += time.perf_counter() - start
+        return NativeHandle(self, work)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class NativeHandle:
+    def __init__(self, carrier: NativeCarrier, work: Any) -> None:
+        self.carrier, self.work = carrier, work
+
+    def done(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self, timeout: float | None = None) -> None:
+        """A peer's death shows as an error of the library; the supervisor's word on it follows within moments."""
+        limit = self.carrier.timeout if timeout is None else timeout
+        began = time.perf_counter()
+        with self.carrier.meter.waiting():
+            while not self.work.is_completed():
+                self.carrier.check()
+                if time.perf_counter() - began > limit:
+                    raise WaitedTooLong("some worker", limit, f"{self.carrier.backend} all-reduce")
+                time.sleep(POLL_SECONDS)
+            try:
+                self.work.wait()
+            except RuntimeError:
+                while time.perf_counter() - began < limit:
+                    self.carrier.check()
+                    time.sleep(POLL_SECONDS)
+                raise

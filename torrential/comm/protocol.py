@@ -1,0 +1,122 @@
+"""The Comm protocol: everything a role may ask of the world it runs in.
+
+A strategy is written against this and nothing else, so that the same file runs on processes, on a cluster, or in
+simulation. Concurrency is by handles: a call that moves data starts it and returns; `wait` finishes it.
+
+`rank` is a worker's number for life. `members` are the ranks that form the current group, in ascending order; when one
+dies or joins, `generation` grows by one and every wait in flight raises `Regrouped`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, dtype
+
+
+class Handle(Protocol):
+    """Something under way."""
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Finish it. Raises WaitedTooLong (naming who), or Regrouped."""
+
+    def done(self) -> bool: ...
+
+
+class Comm(Protocol):
+    """One role's view of its world."""
+
+    rank: int
+    members: tuple[int, ...]
+    generation: int
+    shares_memory: bool
+    meter: Meter
+
+    def now(self) -> float:
+        """Seconds since the run's first touch of data, on the world's clock."""
+
+    def sleep(self, seconds: float) -> None: ...
+
+    def buffer(self, name: str, numel: int, dtype: dtype, *, common: bool = False, rank: int | None = None) -> Tensor:
+        """A registered tensor, zero at first. `common`: one copy that all roles see (only where `shares_memory`)."""
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        """Sum over the members, in place; the same bits everywhere."""
+
+    def reduce_scatter(self, region: Tensor, parts: Sequence[Part]) -> Handle:
+        """Sum the members' `parts`, which together cover `region`; afterwards this member's slice of `region` holds
+        its slice of the sum, and the rest of `region` is scratch."""
+
+    def all_gather(self, vector: Tensor) -> Handle:
+        """Waits for a (members, numel) tensor of everyone's small vector, and so is a barrier too."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle: ...
+
+    def barrier(self) -> Handle: ...
+
+    def regroup(self, stand: Callable[[], int]) -> Standing:
+        """Meet the other members of the newest generation. `stand` is called once all of them have stopped; it
+        returns how many steps this one has taken (-1: none, and it has no state yet)."""
+
+    def leave(self) -> None:
+        """This worker's program is finished; return when all members' are. Raises Regrouped if one dies before."""
+
+    def stop_requested(self) -> bool: ...
+
+
+class Part(NamedTuple):
+    """A piece of a flat region that lies somewhere else in memory."""
+
+    start: int
+    stop: int
+    data: Tensor | None  # (stop - start,) flat; None stands for zeros
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a regrouping agreed on: who is in, and whose state is the furthest."""
+
+    generation: int
+    members: tuple[int, ...]
+    source: int  # the lowest rank among those that had applied the most steps
+    applied: int  # how many steps that one has applied
+    behind: tuple[int, ...]  # members whose state must come from `source`
+
+
+@dataclass
+class Meter:
+    """Where a role's time went, and how much it sent."""
+
+    communicate: float = 0.0  # copying, summing, handing to the transport
+    wait: float = 0.0  # blocked on somebody else
+    bytes_sent: int = 0
+    clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        start = self.clock()
+        try:
+            yield
+        finally:
+            self.communicate += self.clock() - start
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        start = self.clock()
+        try:
+            yield
+        finally:
+            self.wait += self.clock() - start
+
+
+ALIGNMENT = 16  # elements; slices begin on cache lines for 4-byte types
+
+
+def slices(numel: int, members: int) -> list[tuple[int, int]]:
+    """Who owns what of a vector cut over the members: near-equal contiguous slices on aligned bounds."""
+    cuts = [min(numel, (i * numel // members + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT) for i in range(members)]
+    return list(zip(cuts, [*cuts[1:], numel], strict=True))

@@ -1,0 +1,277 @@
+"""Collectives through shared memory on one host: chunked sums over registered buffers, no copy that nobody needs.
+
+Each member has two counters that all can see. `published` = n: its data for operations up to n may be read.
+`reduced` = n: its share of the work for operations up to n is done. A member that must wait sleeps on the counter of
+the one it waits for (a futex), so nobody polls and no wake-up is lost.
+
+    all_reduce       publish | every member sums its own slice of all buffers, writes it to all | all reduced: done
+    reduce_scatter   copy the others' slices out, publish | sum my slice: mine from private memory, theirs from shared
+    all_gather       copy to my mail slot, publish | read all slots     (small all_reduce: the same, then add)
+
+Slices are summed once, by their owner, in ascending order of rank: the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torrential.comm.carrier import Carrier, Operation
+from torrential.comm.futex import Futex
+from torrential.comm.protocol import Meter, Part, slices
+
+CHUNK = 1 << 15  # elements summed at a time: operands and result stay in the second-level cache
+MAIL_BYTES = 1 << 18  # one slot; a member has two
+SMALL_BYTES = 1 << 14  # all_reduce by mail below this
+WORDS = 16  # counters are one cache line pair apart
+SPIN_SECONDS = 5e-5
+REST_SECONDS = 2e-3
+
+Find = Callable[[Tensor], Callable[[int], Tensor]]
+"""Given a piece of a registered buffer, tells how to find the same piece of another member's buffer."""
+
+
+class SharedCarrier(Carrier):
+    def __init__(
+        self,
+        rank: int,
+        meter: Meter,
+        check: Callable[[], None],
+        timeout: float,
+        counters: Tensor,  # (ranks, 2, WORDS) int64, common to all
+        mail: Callable[[int], Tensor],  # a rank's (2, MAIL_BYTES) uint8 slots
+        find: Find,
+        spin: bool,
+    ) -> None:
+        super().__init__(rank, meter, check, timeout)
+        self._words = memoryview(counters.numpy()).cast("B").cast("q")
+        self._address = counters.data_ptr()
+        self._mail, self.find = mail, find
+        self._futex = Futex()
+        self._spin = spin
+        self._gathers = 0
+        self._last_gather: _Gather | None = None
+
+    def regroup(self, generation: int, members: tuple[int, ...]) -> None:
+        super().regroup(generation, members)
+        self._last_gather, self._gathers = None, 0
+        self.publish(self._issued)
+        self.mark_reduced(self._issued)
+
+    # -- counters -----------------------------------------------------------------------------------------------
+    def _word(self, rank: int, which: int) -> int:
+        return (rank * 2 + which) * WORDS
+
+    def _set(self, which: int, number: int) -> None:
+        word = self._word(self.rank, which)
+        self._words[word] = number
+        self._futex.wake(self._address + 8 * word)
+
+    def publish(self, number: int) -> None:
+        self._set(0, number)
+
+    def mark_reduced(self, number: int) -> None:
+        self._set(1, number)
+
+    def behind(self, which: int, number: int) -> int | None:
+        """A member whose counter has not come to `number`, if there is one."""
+        for rank in self.members:
+            if self._words[self._word(rank, which)] < number:
+                return rank
+        return None
+
+    def published(self, rank: int) -> int:
+        return self._words[self._word(rank, 0)]
+
+    def rest(self, head: Operation, waited: float) -> None:
+        assert isinstance(head, _SharedOperation)
+        rank, which = head.lagging(), head.stage
+        word = self._word(rank, which)
+        seen = self._words[word]
+        if seen >= head.number:
+            return
+        if waited < SPIN_SECONDS:
+            if not self._spin:
+                os.sched_yield()
+            return
+        self._futex.wait(self._address + 8 * word, seen & 0xFFFFFFFF, REST_SECONDS)
+
+    # -- operations ---------------------------------------------------------------------------------------------
+    def all_reduce(self, tensor: Tensor) -> Operation:
+        if tensor.nbytes <= SMALL_BYTES:
+            return self.launch(_SmallReduce(self, tensor))
+        return self.launch(_Reduce(self, tensor))
+
+    def reduce_scatter(self, region: Tensor, parts: Sequence[Part]) -> Operation:
+        return self.launch(_Scatter(self, region, parts))
+
+    def all_gather(self, vector: Tensor) -> Operation:
+        return self.launch(_Gather(self, vector))
+
+    def broadcast(self, tensor: Tensor, root: int) -> Operation:
+        return self.launch(_Broadcast(self, tensor, root))
+
+    def barrier(self) -> Operation:
+        return self.launch(_Barrier(self))
+
+    def slot(self, rank: int, gather: int) -> Tensor:
+        return self._mail(rank)[gather % 2]
+
+    def next_gather(self, operation: _Gather) -> int:
+        """Two slots are enough if the previous gather is finished here before the next one starts."""
+        if self._last_gather is not None and not self._last_gather.finished:
+            self.finish(self._last_gather, None)
+        self._last_gather = operation
+        self._gathers += 1
+        return self._gathers
+
+
+class _SharedOperation(Operation):
+    carrier: SharedCarrier
+    stage = 0  # which counter of the others it waits for
+
+    def lagging(self) -> int:
+        rank = self.carrier.behind(self.stage, self.number)
+        return self.carrier.rank if rank is None else rank
+
+    def start(self) -> None:
+        self.carrier.publish(self.number)
+
+    def work(self) -> None:
+        """This member's share, once everybody has published."""
+
+    def advance(self) -> bool:
+        if self.carrier.behind(0, self.number) is not None:
+            return False
+        self.work()
+        self.carrier.mark_reduced(self.number)
+        return True
+
+
+class _Barrier(_SharedOperation):
+    what = "barrier"
+
+
+class _Both(_SharedOperation):
+    """Finished only when everybody's share of the work is done."""
+
+    def advance(self) -> bool:
+        if self.stage == 0:
+            if not super().advance():
+                return False
+            self.stage = 1
+        return self.carrier.behind(1, self.number) is None
+
+
+class _Reduce(_Both):
+    what = "all-reduce"
+
+    def __init__(self, carrier: SharedCarrier, tensor: Tensor) -> None:
+        super().__init__(carrier)
+        self.tensor = tensor
+
+    def work(self) -> None:
+        members = self.carrier.members
+        if len(members) == 1:
+            return
+        twin = self.carrier.find(self.tensor)
+        start, stop = slices(self.tensor.numel(), len(members))[self.carrier.index]
+        first, *rest = (twin(rank).view(-1)[start:stop] for rank in members)
+        for a in range(0, stop - start, CHUNK):
+            total = first[a : a + CHUNK]
+            for other in rest:
+                total += other[a : a + CHUNK]
+            for other in rest:
+                other[a : a + CHUNK] = total
+        self.carrier.meter.bytes_sent += (len(members) - 1) * (stop - start) * self.tensor.element_size()
+
+
+class _Scatter(_SharedOperation):
+    what = "reduce-scatter"
+
+    def __init__(self, carrier: SharedCarrier, region: Tensor, parts: Sequence[Part]) -> None:
+        super().__init__(carrier)
+        self.region, self.parts = region, parts
+        self.mine = slices(region.numel(), len(carrier.members))[carrier.index]
+
+    def start(self) -> None:
+        """Copy out what others will sum; my own slice stays where autograd left it."""
+        low, high = self.mine
+        for part in self.parts:
+            for a, b in ((part.start, min(part.stop, low)), (max(part.start, high), part.stop)):
+                if a < b:
+                    self.region[a:b] = 0 if part.data is None else part.data[a - part.start : b - part.start]
+        super().start()
+        self.carrier.meter.bytes_sent += (self.region.numel() - (high - low)) * self.region.element_size()
+
+    def work(self) -> None:
+        twin = self.carrier.find(self.region)
+        theirs = {rank: twin(rank) for rank in self.carrier.members if rank != self.carrier.rank}
+        low, high = self.mine
+        for part in self.parts:
+            a, b = max(part.start, low), min(part.stop, high)
+            if a < b:
+                own = None if part.data is None else part.data[a - part.start : b - part.start]
+                terms = (theirs[r][a:b] if r in theirs else own for r in self.carrier.members)
+                add_up(self.region[a:b], [t for t in terms if t is not None])
+
+
+class _Gather(_SharedOperation):
+    what = "all-gather"
+
+    def __init__(self, carrier: SharedCarrier, vector: Tensor) -> None:
+        super().__init__(carrier)
+        assert vector.nbytes <= MAIL_BYTES, f"vector of {vector.nbytes} bytes (limit: {MAIL_BYTES})"
+        self.vector = vector.contiguous()
+        self.gather = carrier.next_gather(self)
+
+    def _view(self, rank: int) -> Tensor:
+        slot = self.carrier.slot(rank, self.gather)[: self.vector.nbytes]
+        return slot.view(self.vector.dtype)
+
+    def start(self) -> None:
+        self._view(self.carrier.rank).copy_(self.vector.view(-1))
+        self.carrier.meter.bytes_sent += (len(self.carrier.members) - 1) * self.vector.nbytes
+        super().start()
+
+    def work(self) -> None:
+        self.result = torch.stack([self._view(rank) for rank in self.carrier.members])
+
+
+class _SmallReduce(_Gather):
+    what = "all-reduce"
+
+    def work(self) -> None:
+        total = self.vector.view(-1)
+        views = [self._view(rank) for rank in self.carrier.members]
+        add_up(total, [v.clone() if i == self.carrier.index else v for i, v in enumerate(views)])
+
+
+class _Broadcast(_Both):
+    what = "broadcast"
+
+    def __init__(self, carrier: SharedCarrier, tensor: Tensor, root: int) -> None:
+        super().__init__(carrier)
+        self.tensor, self.root = tensor, root
+
+    def work(self) -> None:
+        if self.carrier.rank == self.root:
+            self.carrier.meter.bytes_sent += (len(self.carrier.members) - 1) * self.tensor.nbytes
+        else:
+            self.tensor.copy_(self.carrier.find(self.tensor)(self.root))
+
+
+def add_up(out: Tensor, terms: Sequence[Tensor]) -> None:
+    """out = terms[0] + terms[1] + ..., left to right, in chunks; `out` is none of the terms."""
+    if len(terms) < 2:
+        out.copy_(terms[0]) if terms else out.zero_()
+        return
+    step = CHUNK if len(terms) > 2 else max(1, out.numel())
+    for a in range(0, out.numel(), step):
+        piece = out[a : a + step]
+        torch.add(terms[0][a : a + step], terms[1][a : a + step], out=piece)
+        for term in terms[2:]:
+            piece += term[a : a + step]

@@ -1,0 +1,187 @@
+"""Frames on a stream: a small typed header (msgspec), then raw tensor bytes. Nothing is ever unpickled.
+
+    | header length, u32 | header: msgpack of Envelope | payload of tensor 0 | payload of tensor 1 | ...
+
+A connection opens with the run's 32-byte token, which is compared before anything else is read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+TOKEN_BYTES = 32
+HANDSHAKE_SECONDS = 5.0
+MAX_HEADER = 1 << 20
+MAX_PAYLOAD = 1 << 40
+_LENGTH = struct.Struct("<I")
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+M = TypeVar("M")
+
+
+class WireError(Exception):
+    """The other side did not speak our protocol."""
+
+
+class Closed(Exception):
+    """The other side closed the connection."""
+
+
+class Shape(msgspec.Struct, array_like=True, frozen=True):
+    dtype: str
+    sizes: list[int]
+
+
+class Envelope(msgspec.Struct, Generic[M], array_like=True, frozen=True):
+    message: M
+    tensors: list[Shape]
+
+
+Destination = Callable[[Any, Sequence[Shape]], Sequence[Tensor] | None]
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without copying."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def empty(shape: Shape) -> Tensor:
+    return torch.empty(shape.sizes, dtype=_DTYPES[shape.dtype])
+
+
+class Connection(Generic[M]):
+    """One stream, frames both ways. Reading and writing may each be done by one thread at a time."""
+
+    def __init__(self, sock: socket.socket, messages: Any) -> None:
+        self._sock = sock
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Envelope[messages])
+
+    def send(self, message: M, tensors: Sequence[Tensor] = ()) -> int:
+        """Write one frame; returns the payload's bytes."""
+        shapes = [Shape(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in tensors]
+        header = self._encoder.encode(Envelope(message, shapes))
+        payloads = [raw(t) for t in tensors if t.numel()]
+        try:
+            self._sock.sendall(_LENGTH.pack(len(header)) + header)
+            for payload in payloads:
+                self._sock.sendall(payload)
+        except OSError as error:
+            raise Closed from error
+        return sum(p.nbytes for p in payloads)
+
+    def receive(self, destination: Destination | None = None) -> tuple[M, list[Tensor]]:
+        """Read one frame; payloads go straight into the tensors that `destination` names, or into fresh ones."""
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        if not 0 < length <= MAX_HEADER:
+            raise WireError(f"header of {length} bytes (limit: {MAX_HEADER})")
+        try:
+            envelope = self._decoder.decode(self._exactly(length))
+        except msgspec.MsgspecError as error:
+            raise WireError(f"unreadable header: {error}") from error
+        for shape in envelope.tensors:
+            if shape.dtype not in _DTYPES or min(shape.sizes, default=0) < 0 or math.prod(shape.sizes) > MAX_PAYLOAD:
+                raise WireError(f"impossible tensor {shape}")
+        wanted = destination(envelope.message, envelope.tensors) if destination else None
+        tensors = list(wanted) if wanted is not None else [empty(s) for s in envelope.tensors]
+        for tensor, shape in zip(tensors, envelope.tensors, strict=True):
+            if tensor.numel() != math.prod(shape.sizes) or tensor.dtype != _DTYPES[shape.dtype]:
+                raise WireError(f"{shape} does not fit a buffer of {tensor.numel()} {tensor.dtype}")
+            if tensor.numel():
+                self._fill(raw(tensor))
+        return envelope.message, tensors
+
+    def _exactly(self, count: int) -> bytearray:
+        data = bytearray(count)
+        self._fill(memoryview(data))
+        return data
+
+    def _fill(self, view: memoryview) -> None:
+        try:
+            while view.nbytes:
+                got = self._sock.recv_into(view)
+                if not got:
+                    raise Closed
+                view = view[got:]
+        except TimeoutError as error:
+            raise WireError("silence in the middle of a handshake") from error
+        except OSError as error:
+            raise Closed from error
+
+    def close(self) -> None:
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other side was quicker
+        self._sock.close()
+
+
+def parse(address: str) -> tuple[socket.AddressFamily, Any]:
+    """`unix:@name` is Linux's abstract namespace: it has no file, so nothing can be left behind."""
+    kind, _, rest = address.partition(":")
+    if kind == "unix":
+        return socket.AF_UNIX, "\0" + rest[1:] if rest.startswith("@") else rest
+    if kind == "tcp":
+        host, _, port = rest.rpartition(":")
+        return socket.AF_INET, (host, int(port))
+    raise ValueError(f"address {address!r} is neither unix: nor tcp:")
+
+
+def listen(address: str) -> tuple[socket.socket, str]:
+    """A listening socket, and the address that others should dial (a tcp port of 0 is chosen here)."""
+    family, where = parse(address)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    if family == socket.AF_INET:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(where)
+    sock.listen(1024)
+    if family == socket.AF_INET:
+        host, port = sock.getsockname()
+        address = f"tcp:{host}:{port}"
+    return sock, address
+
+
+def dial(address: str, token: bytes, messages: Any, timeout: float) -> Connection[Any]:
+    family, where = parse(address)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.settimeout(timeout)
+    sock.connect(where)
+    sock.settimeout(None)
+    _tune(sock)
+    sock.sendall(token)
+    return Connection(sock, messages)
+
+
+def admit(sock: socket.socket, token: bytes, messages: Any) -> tuple[Connection[Any], Any] | None:
+    """Check a caller: same user (unix), the token, then its first message. None if it is a stranger."""
+    try:
+        sock.settimeout(HANDSHAKE_SECONDS)
+        if sock.family == socket.AF_UNIX:
+            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            if struct.unpack("3i", credentials)[1] != os.geteuid():
+                raise WireError("another user")
+        connection: Connection[Any] = Connection(sock, messages)
+        if not hmac.compare_digest(bytes(connection._exactly(TOKEN_BYTES)), token):
+            raise WireError("wrong token")
+        first, _ = connection.receive()
+        sock.settimeout(None)
+        _tune(sock)
+        return connection, first
+    except (WireError, Closed, OSError):
+        sock.close()
+        return None
+
+
+def _tune(sock: socket.socket) -> None:
+    if sock.family == socket.AF_INET:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,61 @@
+"""Who trains on which samples: one global shuffle per epoch, dealt out step by step to whoever takes part.
+
+    epoch's order   7 2 9 4 | 0 8 5 | 1 3 6        cursor moves by what each step takes
+    members         2 x 2   | 1 x 3 | 3 x 1        and may change between steps: nothing is lost or seen twice
+
+Everyone computes the same order from (seed, epoch), so no message is needed, and (epoch, cursor) is the whole state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from torrential.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one member takes in one step."""
+
+    indices: Tensor  # (n,) long; empty when there are fewer samples left than members
+    micro_batches: list[Tensor]  # the same, cut in pieces of batch_size; an empty share has none
+    total: int  # samples of all members together
+
+
+class Deal:
+    def __init__(self, samples: int, seed: int, epoch: int = 0, cursor: int = 0) -> None:
+        if samples < 1:
+            raise BadInput(f"there is nothing to deal out (samples: {samples}); give the task a data set with samples")
+        if epoch < 0 or not 0 <= cursor < samples:
+            raise BadInput(f"no such place in the data (epoch: {epoch}, cursor: {cursor}, samples: {samples})")
+        self.samples, self.seed, self.epoch, self.cursor = samples, seed, epoch, cursor
+
+    def share(self, member: int, members: int, batch_size: int, accumulate: int = 1) -> Share:
+        """What `member` of `members` takes in the step at the cursor; the cursor stays."""
+        assert 0 <= member < members, (member, members)
+        take = min(self.samples - self.cursor, members * batch_size * accumulate)
+        first = self.cursor + member * take // members
+        last = self.cursor + (member + 1) * take // members
+        indices = _order(self.samples, self.seed, self.epoch)[first:last]
+        return Share(indices, [indices[at : at + batch_size] for at in range(0, len(indices), batch_size)], take)
+
+    def advance(self, taken: int) -> None:
+        """Moves past a step that took `taken` samples (its share's total); past the last sample a new epoch begins."""
+        assert 0 < taken <= self.samples - self.cursor, (taken, self.cursor, self.samples)
+        self.cursor += taken
+        if self.cursor == self.samples:
+            self.epoch, self.cursor = self.epoch + 1, 0
+
+    def steps_per_epoch(self, members: int, batch_size: int, accumulate: int = 1) -> int:
+        return -(-self.samples // (members * batch_size * accumulate))
+
+
+@lru_cache(maxsize=4)  # shared by all deals of a process: a simulated world has thousands
+def _order(samples: int, seed: int, epoch: int) -> Tensor:
+    mixed = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(int.from_bytes(mixed, "little") >> 1))

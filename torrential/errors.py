@@ -1,0 +1,86 @@
+"""Every error that Torrential raises on purpose.
+
+    TorrentialError
+    ├── BadInput              what the user gave cannot be used; nothing was started
+    │   └── UnknownName       ... because no such task, strategy or option exists (the nearest name is offered)
+    ├── TaskFailed            the user's own task code raised; carries its traceback
+    ├── RunFailed             a run that had started could not go on
+    │   ├── WorkerFailed      a role raised; names the role and the step
+    │   └── NonFiniteLoss     the loss turned NaN or infinite; names the worker and the step
+    ├── CheckpointDamaged     no checkpoint in the directory can be trusted
+    └── CommError             raised inside roles by waits
+        ├── PeerLost          the role waited for is gone
+        ├── WaitedTooLong     the role waited for did not answer in time
+        └── Regrouped         membership changed; whatever was in flight is void
+
+Messages state the fact, the offending value and the remedy. We raise for the user and assert for ourselves.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TorrentialError(Exception):
+    """Base of all errors raised on purpose; the command line prints its message and no traceback."""
+
+    exit_code = 1
+
+
+class BadInput(TorrentialError):
+    exit_code = 2
+
+
+class UnknownName(BadInput):
+    """No such task, strategy or option."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+        super().__init__(f"no {kind} named {name!r}; {hint}")
+
+
+class TaskFailed(TorrentialError):
+    """The user's task code raised while it was loaded or built."""
+
+
+class RunFailed(TorrentialError):
+    pass
+
+
+class WorkerFailed(RunFailed):
+    pass
+
+
+class NonFiniteLoss(RunFailed):
+    def __init__(self, step: int, worker: int, loss: float) -> None:
+        self.step, self.worker, self.loss = step, worker, loss
+        super().__init__(f"the loss turned {loss} on worker {worker} at step {step}; lower --lr or clip with clip_norm")
+
+
+class CheckpointDamaged(TorrentialError):
+    pass
+
+
+class CommError(TorrentialError):
+    pass
+
+
+class PeerLost(CommError):
+    def __init__(self, who: str) -> None:
+        self.who = who
+        super().__init__(f"{who} is gone")
+
+
+class WaitedTooLong(CommError):
+    def __init__(self, who: str, seconds: float, what: str) -> None:
+        self.who, self.seconds = who, seconds
+        super().__init__(f"waited {seconds:.1f} s for {who} ({what})")
+
+
+class Regrouped(CommError):
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        super().__init__(f"membership changed (generation {generation})")

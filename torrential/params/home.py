@@ -1,0 +1,111 @@
+"""What a strategy may ask of the place where parameters live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torrential.comm.protocol import Comm, Handle, Standing
+from torrential.params.layout import Bucket, Layout
+from torrential.task import OptimizerSpec
+
+
+@dataclass(frozen=True)
+class Update:
+    """A decided step: the same on every member."""
+
+    lr: float
+    scale: float  # what clipping leaves of the gradient
+    used: tuple[bool, ...]  # by entry: whether any member's backward reached it
+
+
+class Home(Protocol):
+    layout: Layout
+    counts: list[int]  # by entry: updates so far
+    private: bool  # whether each member has a copy of its own
+
+    def reduce(self, bucket: Bucket) -> Handle:
+        """Start summing a bucket whose gradients are complete on this worker. Called from autograd hooks."""
+
+    def square_norm(self) -> float:
+        """This member's part of the squared norm of the summed gradient; the parts add up to it."""
+
+    def apply(self, update: Update) -> None:
+        """Take the step. Never waits for anybody."""
+
+    def settle(self) -> None:
+        """Return when every member's part of the last step can be seen here."""
+
+    def regroup(self, standing: Standing) -> None:
+        """Make the state whole after a change of members. Waits for them."""
+
+    def rebuild(self) -> None:
+        """Begin anew with the members, the state and the `counts` that the regrouping left."""
+
+    def flat(self) -> dict[str, Tensor]:
+        """Parameters ("float32") and optimizer state of their shape ("float32/momentum_buffer") as flat vectors."""
+
+    def extras(self) -> dict[str, Tensor]:
+        """Optimizer state of any other shape, by "<parameter>/<key>"."""
+
+    def load(self, flat: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> None: ...
+
+
+class Finished:
+    """The handle of something that needed no waiting."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> Any:
+        return None
+
+
+def gradients(model: nn.Module, layout: Layout) -> list[nn.Parameter]:
+    """The parameters in the layout's order; their `.grad` is what backward leaves."""
+    named = dict(model.named_parameters())
+    return [named[e.name] for e in layout.entries]
+
+
+def flat_gradient(parameter: nn.Parameter) -> Tensor | None:
+    grad = parameter.grad
+    if grad is None:
+        return None
+    return (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def state_keys(spec: OptimizerSpec, dtype: torch.dtype) -> dict[str, float] | None:
+    """The optimizer's per-element state and its initial value, or None if it cannot be run on slices of tensors.
+
+    Found out by trying: slices are possible for optimizers that treat every element alike and keep, besides tensors
+    of the parameter's shape, only a step count.
+    """
+    if spec.kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop):
+        return None
+    if spec.options.get("dampening"):
+        return None  # the first step differs from the others
+    probe = torch.zeros(2, dtype=dtype)
+    optimizer = spec.build([probe])
+    initial = {k: float(v.flatten()[0]) for k, v in optimizer.state[probe].items() if torch.is_tensor(v)}
+    probe.grad = torch.zeros(2, dtype=dtype)
+    optimizer.step()
+    state = {k: v for k, v in optimizer.state[probe].items() if torch.is_tensor(v)}
+    return {k: initial.get(k, 0.0) for k, v in state.items() if v.numel() == 2}
+
+
+def choose(comm: Comm, spec: OptimizerSpec, layout: Layout, device: torch.device) -> bool:
+    """Whether one common copy can be used: memory is shared, on the host, and the optimizer works on slices."""
+    return (
+        comm.shares_memory
+        and device.type == "cpu"
+        and all(state_keys(spec, dtype) is not None for dtype in layout.sizes)
+    )
+

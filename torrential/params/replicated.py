@@ -1,0 +1,159 @@
+"""A copy of the parameters with every worker; gradients are summed over all, and every worker takes the same step.
+
+Used where memory is not shared (sockets, GPUs, simulation) and for optimizers that need whole tensors. On a GPU the
+gradients meet in pinned host memory, unless each worker has a GPU of its own and NCCL carries them.
+
+A worker that dies takes nothing with it. One that had not heard of a decided step when another died is brought up to
+date from one that had.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from torrential.comm.protocol import Comm, Handle, Standing
+from torrential.params.home import Finished, Update, dtype_name, flat_gradient, gradients
+from torrential.params.layout import Bucket, Entry, Layout
+from torrential.task import OptimizerSpec
+
+
+class ReplicatedParameters:
+    private = True
+
+    def __init__(
+        self, comm: Comm, model: nn.Module, layout: Layout, spec: OptimizerSpec, device: torch.device, meeting: torch.device
+    ) -> None:
+        self.comm, self.layout, self.spec, self.device = comm, layout, spec, device
+        self.counts = [0] * len(layout.entries)
+        self._parameters = gradients(model, layout)
+        self._optimizer = spec.build(self._parameters, device.type)
+        self._staged = meeting.type != device.type  # gradients travel to the host and back
+        self._summed: dict[torch.dtype, Tensor] = {}
+        for dtype, numel in layout.sizes.items():
+            if meeting.type == "cpu":
+                self._summed[dtype] = comm.buffer(f"gradients/{dtype_name(dtype)}", numel, dtype)
+            else:
+                self._summed[dtype] = torch.zeros(numel, dtype=dtype, device=meeting)
+            if self._staged:
+                _pin(self._summed[dtype])
+
+    # -- a step -------------------------------------------------------------------------------------------------
+    def reduce(self, bucket: Bucket) -> Handle:
+        if len(self.comm.members) == 1:
+            return Finished()
+        for entry in bucket.entries:
+            target = self._summed[entry.dtype][entry.start : entry.stop]
+            grad = flat_gradient(self._parameters[entry.index])
+            target.zero_() if grad is None else target.copy_(grad, non_blocking=self._staged)
+        region = self._summed[bucket.dtype][bucket.start : bucket.stop]
+        if self._staged:
+            return _AfterCopy(self.comm, region)
+        return self.comm.all_reduce(region)
+
+    def square_norm(self) -> float:
+        """All of it is here; let one member answer for it."""
+        if self.comm.rank != self.comm.members[0]:
+            return 0.0
+        if len(self.comm.members) == 1:
+            present = [g for g in map(flat_gradient, self._parameters) if g is not None]
+        else:
+            present = [e.view(self._summed[e.dtype]) for e in self.layout.entries]
+        return sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in present)
+
+    def apply(self, update: Update) -> None:
+        for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
+            if not update.used[entry.index]:
+                parameter.grad = None
+                continue
+            self.counts[entry.index] += 1
+            if len(self.comm.members) > 1:
+                summed = entry.view(self._summed[entry.dtype])
+                if self._staged:
+                    summed = summed.to(self.device, non_blocking=True)
+                parameter.grad = summed
+            if update.scale != 1.0:
+                parameter.grad *= update.scale
+        for group in self._optimizer.param_groups:
+            group["lr"] = update.lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def settle(self) -> None:
+        """Every worker has taken the step by itself."""
+
+    # -- members come and go ------------------------------------------------------------------------------------
+    def regroup(self, standing: Standing) -> None:
+        """Nothing is shared; those behind receive `tensors` from the source."""
+
+    def rebuild(self) -> None:
+        """The optimizer goes on as it is."""
+
+    # -- snapshots ----------------------------------------------------------------------------------------------
+    def _states(self) -> Iterator[tuple[int, str, Tensor]]:
+        """Every tensor of the optimizer's state: entry, key, value."""
+        for index, parameter in enumerate(self._parameters):
+            for key, value in self._optimizer.state[parameter].items():
+                if torch.is_tensor(value):
+                    yield index, key, value
+
+    def flat(self) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = {}
+        parameters = ((i, "", p.detach()) for i, p in enumerate(self._parameters))
+        for index, key, tensor in itertools.chain(parameters, self._states()):
+            entry = self.layout.entries[index]
+            if _elementwise(key, tensor, entry):
+                name = f"{dtype_name(entry.dtype)}/{key}".rstrip("/")
+                vector = named.setdefault(name, torch.zeros(self.layout.sizes[entry.dtype], dtype=tensor.dtype))
+                entry.view(vector).copy_(tensor)
+        return named
+
+    def extras(self) -> dict[str, Tensor]:
+        entries = self.layout.entries
+        odd = (s for s in self._states() if not _elementwise(s[1], s[2], entries[s[0]]))
+        return {f"{entries[index].name}/{key}": value.detach().cpu() for index, key, value in odd}
+
+    def load(self, flat: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> None:
+        by_name = {e.name: p for e, p in zip(self.layout.entries, self._parameters, strict=True)}
+        for name, vector in flat.items():
+            dtype, _, key = name.partition("/")
+            for entry in self.layout.entries:
+                if dtype_name(entry.dtype) != dtype or (key and not self.counts[entry.index]):
+                    continue
+                tensor = entry.view(vector).to(self.device, copy=True)
+                if key:
+                    self._optimizer.state[by_name[entry.name]][key] = tensor
+                else:
+                    by_name[entry.name].data.copy_(tensor)
+        for name, tensor in extras.items():
+            parameter, _, key = name.rpartition("/")
+            self._optimizer.state[by_name[parameter]][key] = tensor.clone()
+
+
+def _elementwise(key: str, tensor: Tensor, entry: Entry) -> bool:
+    """Whether a piece of optimizer state has one value per element of its parameter."""
+    return tensor.shape == entry.shape and key != "step"
+
+
+class _AfterCopy:
+    """All-reduce of a region once the device has finished copying into it; waits come in order on every member."""
+
+    def __init__(self, comm: Comm, region: Tensor) -> None:
+        self._comm, self._region = comm, region
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._copied.synchronize()
+        self._comm.all_reduce(self._region).wait(timeout)
+
+
+def _pin(tensor: Tensor) -> None:
+    """Register host memory with CUDA, so that copies to and from it run beside computation."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))

@@ -1,0 +1,345 @@
+"""What happened in a run, as it is kept on disk: `manifest.json` and the append-only `records.jsonl`.
+
+One record is one JSON object on one line, told apart by its field `kind`:
+
+    {"kind":"step","worker":0,"step":50,"epoch":1,"samples":3200,"loss":0.41,"time":1.9,...}
+    {"kind":"evaluation","split":"validation","step":50,...,"value":0.93,"loss":0.22}
+    {"kind":"event","event":"worker_lost","time":2.3,"step":57,"worker":1}
+    {"kind":"summary",...}                                   the last line of a run that ended
+
+JSON knows no NaN or infinity; those are written as the strings "nan", "inf" and "-inf" and read back as numbers.
+Everything people look at is made from these files, so this module reads quickly: it never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import math
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import msgspec
+
+from torrential.errors import BadInput, RunFailed
+
+RECORDS = "records.jsonl"
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="step"):
+    """One worker's training since its previous Step record."""
+
+    worker: int
+    step: int
+    epoch: int
+    samples: int  # over all workers, since the start of the run
+    loss: float
+    time: float  # seconds since the run first touched its data
+    compute: float  # seconds since this worker's previous record, as are the next two
+    communicate: float
+    wait: float
+    bytes_sent: int  # by this worker, since the start of the run
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="evaluation"):
+    """The metric on held-out data."""
+
+    split: str  # "validation" or "test"
+    step: int
+    epoch: int
+    samples: int
+    time: float  # when these parameters existed, not when they had been evaluated
+    value: float
+    loss: float
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="event"):
+    """Something that happens rarely: worker_lost, worker_joined, regrouped, resumed, target_reached, stopped."""
+
+    event: str
+    time: float
+    step: int | None = None
+    worker: int | None = None
+    detail: str = ""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="summary"):
+    """How the run ended; also the object that `--json` prints."""
+
+    task: str
+    strategy: str
+    world: str
+    workers: int
+    servers: int
+    seed: int
+    steps: int
+    samples: int
+    seconds: float
+    metric: str
+    value: float | None
+    target: float | None
+    reached: bool | None  # None without a target
+    time_to_target: float | None
+    bytes_sent: int
+    staleness_mean: float | None
+    staleness_max: int | None
+    events: int
+    out: str
+
+
+Record = Step | Evaluation | Event | Summary
+
+_decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record, strict=False)  # not strict: "nan" is a float
+
+
+def encode(record: Record) -> bytes:
+    """One line of JSON, without the line break."""
+    if not any(isinstance(value, float) and not math.isfinite(value) for value in msgspec.structs.astuple(record)):
+        return msgspec.json.encode(record)
+    plain = cast(dict[str, Any], msgspec.to_builtins(record))
+    return msgspec.json.encode(
+        {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
+    )
+
+
+class RecordWriter:
+    """Appends records to a file; each is with the operating system when `write` returns, so a killed run loses none.
+
+    Not synced to the disk: a power cut may cost the last seconds of records, and never an earlier line.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 (closed by close)
+            self._size = self._mend()
+        except OSError as error:
+            raise BadInput(f"cannot write {self.path} ({error.strerror}); choose another --out") from error
+
+    def _mend(self) -> int:
+        """Drops what a killed writer left of its last line, so that the next record starts a line of its own."""
+        size = start = self._file.seek(0, os.SEEK_END)
+        tail = b""
+        while start and b"\n" not in tail:
+            before = max(0, start - 65536)
+            self._file.seek(before)
+            tail = self._file.read(start - before) + tail
+            start = before
+        last = tail.rpartition(b"\n")[2]
+        if not last:
+            return size
+        if _decode(last) is not None:
+            self._file.write(b"\n")
+            return size + 1
+        self._file.truncate(size - len(last))
+        return size - len(last)
+
+    def write(self, record: Record) -> None:
+        line = encode(record) + b"\n"
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):  # the readers skip a last line cut short
+                self._file.truncate(self._size)
+            remedy = "free some space" if error.errno in NO_SPACE else "check the disk"
+            raise RunFailed(
+                f"cannot append to {self.path} ({error.strerror}); {remedy}, then continue with --resume"
+            ) from error
+        self._size += len(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def _decode(line: bytes) -> Record | None:
+    try:
+        return _decoder.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, Record | None]]:
+    """Each line with its record; None for a last line cut short, which only the last can be."""
+    broken: tuple[int, bytes] | None = None
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if broken is not None:
+                    raise BadInput(
+                        f"line {broken[0]} of {path} is no record ({broken[1][:60]!r}); "
+                        "delete that line, or take the file from a copy"
+                    )
+                if not line.strip():
+                    continue
+                record = _decode(line)
+                if record is None:
+                    broken = (number, line)
+                else:
+                    yield line.rstrip(b"\n") + b"\n", record
+    except OSError as error:
+        raise BadInput(f"cannot read {path} ({error.strerror}); name the directory of a run") from error
+    if broken is not None:
+        yield broken[1], None
+
+
+def scan_records(path: str | os.PathLike[str]) -> tuple[list[Record], int]:
+    """All records of a file, and how many lines were cut short (0 or 1: a killed writer can only cut the last)."""
+    found = [record for _, record in _lines(Path(path))]
+    records = [record for record in found if record is not None]
+    return records, len(found) - len(records)
+
+
+def read_records(path: str | os.PathLike[str]) -> list[Record]:
+    """All records of a file; a last line cut short is ignored, a broken line anywhere else raises BadInput."""
+    return scan_records(path)[0]
+
+
+def trim_records(path: str | os.PathLike[str], step: int) -> list[Record]:
+    """Takes the file back to `step`, before a resumed run appends to it; gives the records that stay.
+
+    Goes: whatever has a later step, any summary, a last line cut short. Stays: the rest, bytes unchanged, records
+    without a step included. A missing file has no records: a run may die before it writes the first.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    kept: list[Record] = []
+    lines: list[bytes] = []
+    for line, record in _lines(path):
+        if record is None or isinstance(record, Summary) or (record.step is not None and record.step > step):
+            continue
+        kept.append(record)
+        lines.append(line)
+    replace_file(path, b"".join(lines))
+    return kept
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes beside and renames: a reader, and a crash, meets the old content or the new and never a part."""
+    beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise RunFailed(f"cannot write {path} ({error.strerror}); free some space or choose another --out") from error
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What was run, with what, and on what: enough to run it again."""
+
+    format: int = MANIFEST_FORMAT
+    torrential: str  # version
+    config: dict[str, Any]
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    seed: int
+    created: str  # ISO 8601
+    command: list[str]
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> None:
+    replace_file(Path(directory) / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+
+
+def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    path = Path(directory) / MANIFEST
+    try:
+        content = path.read_bytes()
+        found = msgspec.json.decode(content, type=_Format).format
+        if found != MANIFEST_FORMAT:
+            raise BadInput(
+                f"{path} has format {found} and this version reads {MANIFEST_FORMAT}; use the version that wrote it"
+            )
+        return msgspec.json.decode(content, type=Manifest)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise BadInput(f"{directory} is no run ({MANIFEST} is missing); name the directory of a run") from error
+    except OSError as error:
+        raise BadInput(f"cannot read {path} ({error.strerror}); check its permissions") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is damaged ({error}); take it from a copy, or start a new run") from error
+
+
+def describe_machine() -> tuple[dict[str, str], dict[str, Any]]:
+    """Versions and hardware for the manifest. GPUs come from the driver's tool: asking torch would start CUDA here."""
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in ("torch", "numpy"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "missing"
+    hardware = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),  # bytes
+        "gpus": _gpus(),
+    }
+    return versions, hardware
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
+
+
+def create_run_directory(path: str | os.PathLike[str], resume: bool = False) -> Path:
+    """The directory of a new run, made with its parents, or of the run to resume; proven writable by writing."""
+    path = Path(path)
+    if resume and not path.exists():
+        raise BadInput(f"there is no run to resume at {path}; name the directory of a run, or start one with --out")
+    remedy = "name another directory" if resume else "choose another --out"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not resume and any(path.iterdir()):
+            raise BadInput(f"{path} is not empty; choose another --out, or continue that run with --resume {path}")
+        probe = path / f".writable-{os.getpid()}"
+        try:
+            probe.write_bytes(b"writable\n")
+        finally:
+            probe.unlink(missing_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise BadInput(f"{path} is not a directory, or lies under a file; {remedy}") from error
+    except OSError as error:
+        raise BadInput(f"cannot write in {path} ({error.strerror}); {remedy}") from error
+    return path

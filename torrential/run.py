@@ -1,0 +1,346 @@
+"""One run from beginning to end: check what was asked for, run it in a world, keep what it leaves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from torrential import checkpoint as checkpoints
+from torrential import records
+from torrential.config import RunConfig, Settings
+from torrential.data.deal import Deal
+from torrential.errors import BadInput, RunFailed, TaskFailed, UnknownName
+from torrential.records import Evaluation, Event, Record, RecordWriter, Step, Summary
+from torrential.strategies import STRATEGIES, make_strategy
+from torrential.strategies.base import Strategy
+from torrential.task import Task, with_validation
+from torrential.tasks import load_task
+from torrential.worlds.base import Job, Listener
+from torrential.worlds.local.launch import Launch
+
+VERSION = "0.1.0"
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run left. `history` is every record; `model` is the model that was evaluated last."""
+
+    model: nn.Module
+    summary: Summary
+    history: list[Record]
+    out: Path
+
+
+class Silent:
+    """A listener that shows nothing."""
+
+    def record(self, record: Record) -> None: ...
+
+    def worker_state(self, worker: int, state: str) -> None: ...
+
+    def tick(self) -> None: ...
+
+
+def train(
+    task: Task | str,
+    strategy: Strategy | str = "allreduce",
+    *,
+    workers: int = 1,
+    epochs: int | None = None,
+    steps: int | None = None,
+    target: float | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    seed: int = 0,
+    device: str = "auto",
+    out: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> TrainResult:
+    """Train a task with a strategy on this machine's processes; blocks until it is done.
+
+    `options` are the strategy's and the world's, as after `--set`: `transport="tcp"`, `restart=True`, ...
+    """
+    launch = Launch()
+    try:
+        asked = Request(
+            task=load_task(task) if isinstance(task, str) else task,
+            strategy=strategy if isinstance(strategy, str) else type(strategy).name,
+            options=options | ({} if isinstance(strategy, str) else msgspec.structs.asdict(strategy)),
+            workers=workers,
+            epochs=epochs,
+            steps=steps,
+            target=target,
+            batch_size=batch_size,
+            lr=lr,
+            seed=seed,
+            device=device,
+        )
+        job = prepare(asked, None if out is None else Path(out))
+        return execute(job, launch, lambda j: _listener(j, progress))
+    finally:
+        launch.close()
+
+
+def _listener(job: Job, show: bool | None) -> Any:
+    if show is False:
+        return Silent()
+    from rich.console import Console
+
+    from torrential.progress import Progress
+
+    return Progress(planned_steps(job), job.config.workers, job.task.metric_name, job.config.target, Console(stderr=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for, not yet checked."""
+
+    task: Task
+    strategy: str = "allreduce"
+    options: dict[str, Any]
+    workers: int = 1
+    epochs: int | None = None
+    steps: int | None = None
+    target: float | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    seed: int = 0
+    device: str = "auto"
+
+
+def prepare(asked: Request, out: Path | None) -> Job:
+    """Check everything that can be checked before a process is started, and make the run's directory."""
+    strategy, settings = _split_options(asked.strategy, asked.options)
+    task = with_validation(asked.task, asked.seed)
+    task = replace(
+        task,
+        batch_size=task.batch_size if asked.batch_size is None else asked.batch_size,
+        epochs=task.epochs if asked.epochs is None else asked.epochs,
+        optimizer=task.optimizer if asked.lr is None else task.optimizer.with_lr(asked.lr),
+        target=task.target if asked.target is None else asked.target,
+    )
+    for name, value in (("workers", asked.workers), ("steps", asked.steps)):
+        if value is not None and value < 1:
+            raise BadInput(f"--{name} must be at least 1 (given: {value})")
+    samples = len(task.train)  # type: ignore[arg-type]
+    if asked.workers > samples:
+        raise BadInput(
+            f"more workers than training samples (workers: {asked.workers}, samples: {samples}); use --workers {samples}"
+        )
+    _try_once(task)
+    config = RunConfig(
+        task=task.name,
+        strategy=asked.strategy,
+        options=msgspec.to_builtins(strategy),
+        world="local",
+        workers=asked.workers,
+        servers=0,
+        epochs=task.epochs,
+        steps=asked.steps,
+        target=asked.target,
+        batch_size=task.batch_size,
+        lr=task.optimizer.lr,
+        optimizer=task.optimizer.describe(),
+        seed=asked.seed,
+        device=_device(asked.device),
+        settings=settings,
+    )
+    directory = records.create_run_directory(out or _fresh_directory(task.name, asked.strategy))
+    versions, hardware = records.describe_machine()
+    manifest = records.Manifest(
+        torrential=VERSION,
+        config=msgspec.to_builtins(config),
+        versions=versions,
+        hardware=hardware,
+        seed=asked.seed,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=sys.argv,
+    )
+    records.write_manifest(directory, manifest)
+    return Job(config, task, strategy, directory)
+
+
+def prepare_resume(directory: Path, task: Task | None = None) -> Job:
+    """A job that goes on from the last good checkpoint of a run."""
+    manifest = records.read_manifest(directory)
+    config = msgspec.convert(manifest.config, RunConfig)
+    if task is None:
+        task = load_task(config.task)
+    task = replace(
+        with_validation(task, config.seed),
+        batch_size=config.batch_size,
+        epochs=config.epochs,
+        optimizer=task.optimizer.with_lr(config.lr),
+    )
+    checkpoint, skipped = checkpoints.latest(directory / "checkpoints")
+    for why in skipped:
+        print(f"skipped a damaged checkpoint: {why}", file=sys.stderr)
+    path = directory / records.RECORDS
+    if path.exists() and any(isinstance(r, Summary) for r in records.read_records(path)):
+        raise BadInput(f"the run in {directory} is finished; start another one, or look at it there")
+    kept = records.trim_records(path, checkpoint.step if checkpoint else 0)
+    if checkpoint is None:
+        kept = []
+        path.unlink(missing_ok=True)
+    evaluations = [r for r in kept if isinstance(r, Evaluation)]
+    if checkpoint and any(reaches(config.target, task, e.value) for e in evaluations):
+        config = msgspec.structs.replace(config, steps=checkpoint.step)  # only the last word is missing
+    return Job(
+        config,
+        task,
+        make_strategy(config.strategy, config.options),
+        directory,
+        checkpoint,
+        elapsed=max((r.time for r in kept if not isinstance(r, Summary)), default=0.0),
+        evaluated=frozenset((e.split, e.step) for e in evaluations),
+    )
+
+
+def execute(job: Job, launch: Launch, listener_for: Callable[[Job], Any]) -> TrainResult:
+    from torrential.worlds.local.supervisor import LocalWorld
+
+    path = job.directory / records.RECORDS
+    with RecordWriter(path) as writer:
+        if job.checkpoint is not None:
+            event = Event(event="resumed", time=job.elapsed, step=job.checkpoint.step)
+            writer.write(event)
+        listener: Listener = listener_for(job)
+        try:
+            LocalWorld(launch).run(job, writer.write, listener)
+        finally:
+            close = getattr(listener, "close", None)
+            if close is not None:
+                close()
+        history = records.read_records(path)
+        summary = summarise(job, history)
+        writer.write(summary)
+    final, _ = checkpoints.latest(job.directory / "checkpoints")
+    if final is None:
+        raise RunFailed(f"the run left no checkpoint in {job.directory}")
+    model = job.task.model()
+    model.load_state_dict(final.model)
+    return TrainResult(model, summary, [*history, summary], job.directory)
+
+
+def summarise(job: Job, history: list[Record]) -> Summary:
+    config = job.config
+    steps = [r for r in history if isinstance(r, Step)]
+    evaluations = [r for r in history if isinstance(r, Evaluation)]
+    test = next((e for e in reversed(evaluations) if e.split == "test"), None)
+    reached = [e for e in evaluations if e.split == "validation" and reaches(config.target, job.task, e.value)]
+    return Summary(
+        task=config.task,
+        strategy=config.strategy,
+        world=config.world,
+        workers=config.workers,
+        servers=config.servers,
+        seed=config.seed,
+        steps=test.step if test else max((s.step for s in steps), default=0),
+        samples=test.samples if test else max((s.samples for s in steps), default=0),
+        seconds=max((s.time for s in steps), default=0.0),
+        metric=job.task.metric_name,
+        value=test.value if test else None,
+        target=config.target,
+        reached=None if config.target is None else bool(reached),
+        time_to_target=min((e.time for e in reached), default=None),
+        bytes_sent=_bytes_sent(steps),
+        staleness_mean=0.0,
+        staleness_max=0,
+        events=sum(isinstance(r, Event) for r in history),
+        out=str(job.directory),
+    )
+
+
+def reaches(target: float | None, task: Task, value: float) -> bool:
+    return target is not None and (value >= target if task.maximize else value <= target)
+
+
+def planned_steps(job: Job) -> int | None:
+    deal = Deal(len(job.task.train), job.config.seed)  # type: ignore[arg-type]
+    accumulate = getattr(job.strategy, "accumulate", 1)
+    whole = deal.steps_per_epoch(job.config.workers, job.config.batch_size, accumulate) * job.config.epochs
+    return whole if job.config.steps is None else min(whole, job.config.steps)
+
+
+def _bytes_sent(steps: list[Step]) -> int:
+    """Each worker's counter starts at zero when it is replaced or the run resumed: add up the runs of it."""
+    total, last = 0, dict[int, int]()
+    for step in steps:
+        before = last.get(step.worker, 0)
+        total += step.bytes_sent - (before if step.bytes_sent >= before else 0)
+        last[step.worker] = step.bytes_sent
+    return total
+
+
+def _split_options(name: str, options: dict[str, Any]) -> tuple[Strategy, Settings]:
+    """Options after --set belong to the strategy or to the world; each name to one of them."""
+    if name not in STRATEGIES:
+        raise UnknownName("strategy", name, STRATEGIES)
+    of_strategy, of_world = STRATEGIES[name].__struct_fields__, Settings.__struct_fields__
+    for option in options:
+        if option not in (*of_strategy, *of_world):
+            raise UnknownName("option", option, (*of_strategy, *of_world))
+    strategy = make_strategy(name, {k: v for k, v in options.items() if k in of_strategy})
+    try:
+        settings = msgspec.convert({k: v for k, v in options.items() if k in of_world}, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"bad option: {error} (given: {options})") from error
+    for option in ("threads", "evaluate_every", "timeout"):
+        value = getattr(settings, option)
+        if value is not None and value <= 0:
+            raise BadInput(f"{option} must be above zero (given: {value})")
+    if settings.algorithm == "shared" and settings.transport != "shared":
+        raise BadInput(
+            f"algorithm=shared needs transport=shared (given: transport={settings.transport}); use algorithm=direct"
+        )
+    return strategy, settings
+
+
+def _device(asked: str) -> str:
+    if asked not in ("auto", "cpu", "cuda"):
+        raise BadInput(f"no device {asked!r}; use auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        raise BadInput("--device cuda: this machine has no usable GPU; use --device cpu")
+    return "cuda" if available and asked != "cpu" else "cpu"
+
+
+def _try_once(task: Task) -> None:
+    """Run one sample through model and loss, so that what does not fit together is known before anything starts."""
+    from torrential.data.batches import Batches
+
+    inputs, targets = Batches(task.train).fetch(torch.arange(min(2, len(task.train))))  # type: ignore[arg-type]
+    try:
+        model = task.model()
+        if not any(p.requires_grad for p in model.parameters()):
+            raise BadInput("the model has no trainable parameters; unfreeze some")
+        with torch.no_grad():
+            loss = task.loss(model(inputs), targets)
+    except BadInput:
+        raise
+    except Exception as error:
+        sizes = f"inputs {tuple(getattr(inputs, 'shape', ()))}, targets {tuple(getattr(targets, 'shape', ()))}"
+        raise TaskFailed(f"the task's model and loss do not run on its data ({sizes}): {type(error).__name__}: {error}") from error
+    if not torch.is_tensor(loss) or loss.numel() != 1:
+        raise TaskFailed(f"the task's loss must return one number, the mean over the batch (it returned {loss!r})")
+
+
+def _fresh_directory(task: str, strategy: str) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    name = f"{Path(task).stem}-{strategy}-{stamp}"
+    path, number = Path("runs") / name, 1
+    while path.exists():
+        number += 1
+        path = Path("runs") / f"{name}-{number}"
+    return path

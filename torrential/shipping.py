@@ -1,0 +1,162 @@
+"""Sends a task to child processes without loading or copying its data once more in each of them.
+
+    parent   pack(task)    pickle, protocol 5 ──► memfd 1: (sys.path, spans, pickle bytes)
+                           large buffers ───────► memfd 2: the bytes of tensors and arrays, 64-byte aligned
+    child    unpack(1, 2)  maps memfd 2 copy-on-write, so that all children share its pages until one writes to them
+
+Cloudpickle carries what is defined in `__main__` or in a task's file by value; everything else is imported by name in
+the child, which therefore gets the parent's sys.path. Views of one storage are views of one storage again afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import mmap
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+
+from torrential.errors import TaskFailed
+
+_OUT_OF_BAND_BYTES = 64 * 1024
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass
+class Parcel:
+    """Two descriptors to hand to children (`pass_fds=parcel.fds`); closed by `close` or at the end of a with block."""
+
+    fds: tuple[int, int]
+
+    def close(self) -> None:
+        fds, self.fds = self.fds, (-1, -1)
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)
+
+    def __enter__(self) -> Parcel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def pack(obj: object) -> Parcel:
+    body, buffers = _dump(obj)
+    parcel = Parcel((os.memfd_create("torrential-pickle"), os.memfd_create("torrential-tensors")))
+    pickle_fd, tensor_fd = parcel.fds
+    try:
+        spans: list[tuple[int, int]] = []
+        end = 0
+        for buffer in buffers:
+            raw = buffer.raw()
+            start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            _write(tensor_fd, raw, start)
+            spans.append((start, raw.nbytes))
+            end = start + raw.nbytes
+        path = [os.path.abspath(entry) for entry in sys.path]  # "" is the directory we are in
+        _write(pickle_fd, memoryview(pickle.dumps((path, spans, body))), 0)
+    except BaseException:
+        parcel.close()
+        raise
+    return parcel
+
+
+def unpack(pickle_fd: int, tensor_fd: int) -> Any:
+    """What was packed. The descriptors stay open (the mapping needs them no longer)."""
+    path, spans, body = pickle.loads(_mapped(pickle_fd))
+    sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
+    data = _mapped(tensor_fd) if spans else memoryview(b"")
+    try:
+        return pickle.loads(body, buffers=[data[start : start + size] for start, size in spans])
+    except Exception as error:
+        raise TaskFailed(
+            f"the task cannot be rebuilt in a worker: {type(error).__name__}: {error}; "
+            "whatever its modules need must be importable from the task's directory or installed"
+        ) from error
+
+
+def _dump(obj: object) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    out, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    pickler = _Pickler(out, buffers)
+    try:
+        pickler.dump(obj)
+    except Exception as error:
+        part = _unsendable_field(obj)
+        kind = f"{pickler.last.__module__}.{pickler.last.__qualname__}"
+        raise TaskFailed(
+            f"{part} cannot be sent to the workers: {type(error).__name__}: {error} (at an object of type {kind}); "
+            "files, locks, connections and generators do not travel: create them inside the function that uses them"
+        ) from error
+    return out.getvalue(), buffers
+
+
+def _unsendable_field(obj: object) -> str:
+    """Which of a dataclass's fields is at fault, for the message."""
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        for field in dataclasses.fields(obj):
+            try:
+                _Pickler(io.BytesIO(), []).dump(getattr(obj, field.name))
+            except Exception:
+                return f"the task's {field.name!r}"
+    return f"this {type(obj).__name__}"
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Cloudpickle with the storages of CPU tensors as protocol 5 buffers; numpy's arrays are that already."""
+
+    def __init__(self, out: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
+        def take(buffer: pickle.PickleBuffer) -> bool:
+            if buffer.raw().nbytes < _OUT_OF_BAND_BYTES:
+                return True  # stays in the pickle
+            buffers.append(buffer)
+            return False
+
+        super().__init__(out, protocol=5, buffer_callback=take)
+        self.last: type = object
+        self._storages: dict[tuple[int, int], _Storage] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        self.last = type(obj)
+        if isinstance(obj, torch.storage.TypedStorage) and obj._untyped_storage.device.type == "cpu":
+            untyped = obj._untyped_storage
+            # One _Storage per memory, kept here, so that pickle's memo recognises views of the same.
+            storage = self._storages.setdefault((untyped.data_ptr(), untyped.nbytes()), _Storage(untyped))
+            return _typed, (storage, obj.dtype)
+        return super().reducer_override(obj)
+
+
+class _Storage:
+    def __init__(self, untyped: torch.UntypedStorage) -> None:
+        self.untyped = untyped
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        flat = torch.empty(0, dtype=torch.uint8).set_(self.untyped)
+        return _untyped, (pickle.PickleBuffer(flat.numpy().data),)
+
+
+def _untyped(buffer: Any) -> torch.UntypedStorage:
+    if not len(buffer):
+        return torch.empty(0).untyped_storage()
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _typed(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def _mapped(fd: int) -> memoryview:
+    """The file behind `fd`, copy-on-write; the memory lives as long as something refers to it."""
+    return memoryview(mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+
+
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written

@@ -1,0 +1,27 @@
+"""The table of strategies. One file each; they never import one another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from torrential.errors import BadInput, UnknownName
+from torrential.strategies.allreduce import AllReduce
+from torrential.strategies.base import Strategy
+
+STRATEGIES: dict[str, type[Strategy]] = {s.name: s for s in (AllReduce,)}
+
+
+def make_strategy(name: str, options: dict[str, Any]) -> Strategy:
+    """A strategy from its name and options, which may come as text from the command line."""
+    if name not in STRATEGIES:
+        raise UnknownName("strategy", name, STRATEGIES)
+    kind = STRATEGIES[name]
+    for option in options:
+        if option not in kind.__struct_fields__:
+            raise UnknownName(f"option of {name}", option, kind.__struct_fields__)
+    try:
+        return msgspec.convert(options, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"bad option for {name}: {error} (given: {options})") from error

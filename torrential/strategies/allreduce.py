@@ -1,0 +1,63 @@
+"""Synchronous data parallelism: every step is one step of plain training on the joined batch.
+
+Each worker computes gradients on its share of a joined batch; gradients are summed over the workers; everybody takes
+the same step. (The synchronous baseline of Chen et al. 2016 and Goyal et al. 2017; DDP in PyTorch.)
+
+    worker 0   forward | backward ──bucket 0──bucket 1── | vote | step | settle
+    worker 1   forward | backward ──bucket 0──bucket 1── | vote | step | settle
+                                  └ summed while backward goes on
+
+1. Propose: the share's gradients, weighted by true sizes (an uneven last batch counts for what it is), are summed
+   bucket by bucket as backward completes them. Nothing is consumed, nobody's parameters move.
+2. Vote: a small all-gather carries loss, norm and which parameters were used. When it is complete, the step is
+   decided for everybody; clipping applies to the sum.
+3. Conclude: everyone takes the step.
+
+If a member dies or joins, all waits end with Regrouped; the members meet, a step that was decided is concluded by
+everybody, one that was not is proposed anew by whoever is there, on the data still owed.
+
+Batch-norm statistics stay with each worker; the lowest-ranked member's go into the evaluated model.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from torrential.comm.protocol import Handle
+from torrential.errors import Regrouped
+from torrential.strategies.base import Context, Strategy
+
+
+class AllReduce(Strategy, frozen=True, kw_only=True):
+    name: ClassVar[str] = "allreduce"
+    summary: ClassVar[str] = "synchronous: gradients are summed over all workers at every step"
+
+    accumulate: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Micro-batches per worker and step."""
+
+    def worker(self, ctx: Context) -> None:
+        ctx.join(self.conclude)
+        while True:
+            try:
+                ctx.settle()
+                if ctx.finished():
+                    return ctx.leave()
+                self.propose(ctx)
+                self.conclude(ctx)
+            except Regrouped:
+                ctx.join(self.conclude)
+
+    def propose(self, ctx: Context) -> None:
+        share = ctx.share(self.accumulate)
+        sums: list[Handle] = []
+        loss = ctx.backward(share, ready=lambda bucket: sums.append(ctx.home.reduce(bucket)))
+        for summed in sums:
+            summed.wait()
+        ctx.vote(share, loss)
+
+    def conclude(self, ctx: Context) -> None:
+        decision = ctx.decide()
+        ctx.home.apply(decision.update)
+        ctx.advance(decision)

@@ -1,0 +1,196 @@
+"""What to learn: a model, a loss, data, a metric and an optimizer. A task knows nothing of workers.
+
+task = Task(model=make_model, loss=F.cross_entropy, train=train_set, test=test_set,
+            optimizer=optimizer("sgd", lr=0.1, momentum=0.9), batch_size=32, epochs=10)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from torrential.errors import BadInput, UnknownName
+
+# Classes with a fused kernel, by the kind of device it exists on; several times faster on a flat buffer.
+_FUSED = {
+    "cpu": (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad),
+    "cuda": (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW),
+}
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer yet to be built: its class, learning rate and other options. Made by `optimizer()`."""
+
+    kind: type[torch.optim.Optimizer]
+    lr: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.lr, int | float) and math.isfinite(self.lr) and self.lr > 0):
+            raise BadInput(f"the learning rate must be a positive number (lr: {self.lr!r}); try lr=0.1")
+
+    def build(self, params: Iterable[Tensor], device_type: str = "cpu") -> torch.optim.Optimizer:
+        """The optimizer over `params`, with torch's fused kernel wherever that is only a matter of speed."""
+        params = list(params)
+        options = dict(self.options)
+        # torch refuses fused with foreach or differentiable, and for parameters that are not floating point;
+        # it also has no fused kernel for sparse gradients: a task with those sets fused=False.
+        chosen = {"fused", "foreach", "differentiable"} & options.keys()
+        if self.kind in _FUSED.get(device_type, ()) and not chosen and all(p.is_floating_point() for p in params):
+            options["fused"] = True
+        return self.kind(params, lr=self.lr, **options)  # type: ignore[call-arg]
+
+    def with_lr(self, lr: float) -> OptimizerSpec:
+        return dataclasses.replace(self, lr=lr)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain JSON values, for manifests."""
+        return {"kind": self.kind.__name__, "lr": self.lr, **{name: _plain(v) for name, v in self.options.items()}}
+
+
+def optimizer(kind: str | type[torch.optim.Optimizer], *, lr: float, **options: Any) -> OptimizerSpec:
+    """An optimizer by its class or its name in torch.optim (any case), tried once so that a bad option shows here."""
+    cls = _named_optimizer(kind) if isinstance(kind, str) else kind
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise BadInput(f"an optimizer is a name or a class of torch.optim (got {cls!r}); try optimizer('sgd', lr=0.1)")
+    spec = OptimizerSpec(cls, lr, options)
+    try:
+        dataclasses.replace(spec, kind=_without_compiler(cls)).build([nn.Parameter(torch.zeros(2, 2))])
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r}" for name, value in {"lr": lr, **options}.items())
+        raise BadInput(f"torch.optim refuses {cls.__name__}({given}): {error}; correct the option") from error
+    return spec
+
+
+def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The class for a trial only: torch's own `add_param_group` would load the compiler, which takes seconds."""
+    if cls.add_param_group is not torch.optim.Optimizer.add_param_group:
+        return cls
+
+    def add(self: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        self.param_groups.append({**self.defaults, **group})
+
+    return type(cls.__name__, (cls,), {"add_param_group": add})
+
+
+def _named_optimizer(name: str) -> type[torch.optim.Optimizer]:
+    known = {
+        attr.lower(): cls
+        for attr, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+    }
+    if name.lower() not in known:
+        raise UnknownName("optimizer", name.lower(), known)
+    return known[name.lower()]
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return repr(value)
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The share of samples whose largest output is at the target class."""
+    return (outputs.argmax(dim=-1) == targets).float().mean()
+
+
+def _default_optimizer() -> OptimizerSpec:
+    return OptimizerSpec(torch.optim.SGD, 0.1, {"momentum": 0.9})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    model: Callable[[], nn.Module]
+    """Builds the model, freshly initialised from torch's random state."""
+    loss: Callable[[Tensor, Tensor], Tensor]
+    """(outputs, targets) to a scalar: the mean over the batch."""
+    train: Dataset[Any]
+    """Items are (input, target) pairs, here and below."""
+    test: Dataset[Any]
+    validation: Dataset[Any] | None = None
+    """Decides when the target is reached; without one, `with_validation` cuts it from train."""
+    metric: Callable[[Tensor, Tensor], Tensor] = accuracy
+    """(outputs, targets) to a scalar: the mean over the batch."""
+    maximize: bool = True
+    """Whether a bigger metric is better."""
+    optimizer: OptimizerSpec = field(default_factory=_default_optimizer)
+    batch_size: int = 32
+    """Samples per worker and step."""
+    epochs: int = 10
+    clip_norm: float | None = None
+    """Gradients are scaled down to this norm when theirs is larger."""
+    target: float | None = None
+    """The metric's value to reach."""
+    name: str = "task"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, nn.Module):
+            kind = type(self.model).__name__
+            raise BadInput(
+                f"model is a built module ({kind}); give a function that builds one: model=lambda: {kind}(...)"
+            )
+        for role in ("model", "loss", "metric"):
+            if not callable(getattr(self, role)):
+                raise BadInput(f"{role} must be a function (got {getattr(self, role)!r})")
+        if not isinstance(self.optimizer, OptimizerSpec):
+            raise BadInput(
+                f"optimizer must come from optimizer() (got {self.optimizer!r}); try optimizer('sgd', lr=0.1)"
+            )
+        for role in ("batch_size", "epochs"):
+            value = getattr(self, role)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise BadInput(f"{role} must be a whole number of at least 1 (got {value!r})")
+        if self.clip_norm is not None and not (_is_number(self.clip_norm) and self.clip_norm > 0):
+            raise BadInput(f"clip_norm must be a positive number or None (got {self.clip_norm!r})")
+        if self.target is not None and not _is_number(self.target):
+            raise BadInput(f"target must be a finite number or None (got {self.target!r})")
+        if not (isinstance(self.name, str) and self.name):
+            raise BadInput(f"name must be a non-empty string (got {self.name!r})")
+        for role in ("train", "test", "validation"):
+            if role != "validation" or self.validation is not None:
+                _check_dataset(role, getattr(self, role))
+
+    @property
+    def metric_name(self) -> str:
+        function = getattr(self.metric, "func", self.metric)  # a functools.partial is named after its function
+        name = str(getattr(function, "__name__", type(function).__name__))
+        return "metric" if name == "<lambda>" else name
+
+
+def with_validation(task: Task, seed: int) -> Task:
+    """The task itself, or one whose validation set is a tenth of train (at least one sample), chosen by `seed`."""
+    if task.validation is not None:
+        return task
+    samples = len(task.train)  # type: ignore[arg-type]
+    if samples < 2:
+        raise BadInput(f"no validation set can be cut from train (samples: {samples}); give the task a validation set")
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+    held = max(1, samples // 10)
+    kept, cut = order[held:].sort().values.tolist(), order[:held].sort().values.tolist()
+    return dataclasses.replace(task, train=Subset(task.train, kept), validation=Subset(task.train, cut))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_dataset(role: str, dataset: Any) -> None:
+    kind = type(dataset).__name__
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not sized or isinstance(dataset, IterableDataset):
+        raise BadInput(f"{role} cannot be indexed ({kind}); give a data set with __len__ and __getitem__, not a stream")
+    if len(dataset) == 0:
+        raise BadInput(f"{role} is empty ({kind} of 0 samples); give it at least one sample")

@@ -1,0 +1,121 @@
+"""The built-in tasks, and the way from a name or a file to a `Task`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from torrential.errors import BadInput, TaskFailed, TorrentialError, UnknownName
+from torrential.task import Task
+
+
+@dataclass(frozen=True)
+class Builtin:
+    module: str
+    function: str
+    description: str
+
+    def __call__(self) -> Task:
+        build: Callable[[], Task] = getattr(importlib.import_module(self.module), self.function)
+        return build()
+
+
+TASKS: dict[str, Builtin] = {
+    "digits": Builtin("torrential.tasks.digits", "digits", "UCI digits 8x8 (shipped), a small CNN with batch norm"),
+    "digits-mlp": Builtin("torrential.tasks.digits", "digits_mlp", "UCI digits 8x8 (shipped), two hidden layers"),
+    "fashion": Builtin("torrential.tasks.fashion", "fashion", "Fashion-MNIST, a CNN of three blocks with batch norm"),
+    "fashion-mlp": Builtin("torrential.tasks.fashion", "fashion_mlp", "Fashion-MNIST, two hidden layers"),
+}
+_DEFAULT_NAME = "task"
+
+
+def load_task(spec: str) -> Task:
+    """A built-in task by name, or one from `path/to/file.py[:name]`: a Task there, or a function that returns one.
+
+    Without a name it is `task`, or else the file's only Task. The file's directory goes to the front of sys.path, and
+    what the file defines is pickled by value, so that it can be sent to processes that cannot import it.
+    """
+    file, colon, name = spec.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        file, name = spec, ""
+    if not file.endswith(".py"):
+        if spec not in TASKS:
+            raise UnknownName("task", spec, [*TASKS, "path/to/file.py"])
+        return TASKS[spec]()
+    path = Path(file)
+    if not path.is_file():
+        raise BadInput(f"there is no file {file} (looked in {Path.cwd()}); give the path of a task's file")
+    path = path.resolve()
+    return _pick(_import(path), path, name)
+
+
+def _import(path: Path) -> ModuleType:
+    """The file as a module of a name that depends on its path alone."""
+    digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
+    spec = importlib.util.spec_from_file_location(f"torrential_task_{path.stem}_{digest}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    directory = str(path.parent)
+    sys.path[:] = [directory, *(entry for entry in sys.path if entry != directory)]
+    sys.modules[module.__name__] = module
+    try:
+        _users_own(path, spec.loader.exec_module, module)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+    cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+def _pick(module: ModuleType, path: Path, name: str) -> Task:
+    members = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    tasks = [key for key, value in members.items() if isinstance(value, Task)]
+    if not name and _DEFAULT_NAME not in members:
+        if len(tasks) != 1:
+            held = f"holds {len(tasks)} tasks ({', '.join(tasks)})" if tasks else "holds no Task"
+            raise BadInput(f"{path} {held} and none is named {_DEFAULT_NAME!r}; say which: {path.name}:NAME")
+        name = tasks[0]
+    name = name or _DEFAULT_NAME
+    if name not in members:
+        own = [key for key, value in members.items() if getattr(value, "__module__", "") == module.__name__]
+        raise UnknownName(f"task in {path}", name, {*tasks, *own})
+    value: Any = members[name]
+    if not isinstance(value, Task) and callable(value):
+        value = _users_own(path, value)
+    if not isinstance(value, Task):
+        kind = type(value).__name__
+        raise BadInput(
+            f"{name} in {path} is a {kind}, not a Task; make it a Task or a function without arguments for one"
+        )
+    return value
+
+
+def _users_own(path: Path, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls the user's code; if it raises, the user sees where in it, and nothing of ours."""
+    try:
+        return function(*args)
+    except (Exception, SystemExit) as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+        if isinstance(error, BadInput):
+            where = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+            raise BadInput(f"{where}{error}") from error
+        if isinstance(error, TorrentialError):
+            raise
+        lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
+        raise TaskFailed(f"{path} failed:\n{''.join(lines).rstrip()}") from error
+
+
+def _is_users(filename: str) -> bool:
+    ours = (f"{Path(__file__).parent.parent}/", f"{sysconfig.get_path('stdlib')}/", "<")
+    return not filename.startswith(ours) and "/site-packages/" not in filename and "/dist-packages/" not in filename

@@ -1,0 +1,65 @@
+"""The observer: evaluates snapshots and saves them, beside training, so that no worker is stalled by either."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torrential import checkpoint
+from torrential.config import RunConfig
+from torrential.data.batches import Batches
+from torrential.params.layout import plan
+from torrential.records import Evaluation
+from torrential.strategies.base import Strategy
+from torrential.task import Task
+from torrential.trainer.snapshot import Snapshot, buffers_of, load_flat, load_rest, to_checkpoint
+
+EVALUATION_BATCH = 512
+
+
+class Observer:
+    def __init__(self, task: Task, config: RunConfig, strategy: Strategy, device: torch.device, directory: Path) -> None:
+        self.task, self.config, self.device, self.directory = task, config, device, directory
+        self.model = task.model().to(device).eval()
+        self.layout = plan(self.model, strategy.bucket_bytes)
+        self.has_buffers = bool(buffers_of(self.model))
+        assert task.validation is not None
+        self._data = {"validation": Batches(task.validation, device), "test": Batches(task.test, device)}
+
+    def load(self, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
+        load_flat(self.model, self.layout, flat)
+        load_rest(self.model, {n.removeprefix("rest/"): t for n, t in rest.items() if n.startswith("rest/")})
+
+    def evaluate(self, snapshot: Snapshot, split: str) -> Evaluation:
+        """Of the parameters last loaded."""
+        data = self._data[split]
+        value = loss = 0.0
+        with torch.inference_mode():
+            for indices in torch.arange(len(data)).split(EVALUATION_BATCH):
+                inputs, targets = data.fetch(indices)
+                outputs = self.model(inputs)
+                value += float(self.task.metric(outputs, targets)) * len(indices)
+                loss += float(self.task.loss(outputs, targets)) * len(indices)
+        return Evaluation(
+            split=split,
+            step=snapshot.step,
+            epoch=snapshot.epoch,
+            samples=snapshot.samples,
+            time=snapshot.time,
+            value=value / len(data),
+            loss=loss / len(data),
+        )
+
+    def save(
+        self,
+        snapshot: Snapshot,
+        flat: Mapping[str, Tensor],
+        rest: Mapping[str, Tensor],
+        workers: Mapping[int, Mapping[str, Tensor]],
+    ) -> None:
+        extras = {n.removeprefix("extra/"): t for n, t in rest.items() if n.startswith("extra/")}
+        whole = to_checkpoint(snapshot, self.config.seed, self.model, self.layout, flat, extras, workers)
+        checkpoint.save(self.directory / "checkpoints", whole)

@@ -1,0 +1,115 @@
+"""A snapshot: the parameters and everything else that a run needs to go on, as they were at one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from torrential.checkpoint import Checkpoint
+from torrential.params.home import dtype_name
+from torrential.params.layout import Layout
+from torrential.records import Record
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    step: int
+    epoch: int
+    cursor: int
+    samples: int
+    time: float
+    members: list[int]
+    counts: list[int]
+    final: bool
+
+
+class Outlet(Protocol):
+    """Where a worker leaves what happened; the world takes it from there."""
+
+    def record(self, record: Record) -> None: ...
+
+    def snapshot(self, snapshot: Snapshot, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
+        """Copy a snapshot out, to be evaluated and saved beside training."""
+
+    def own_buffers(self, step: int, buffers: Mapping[str, Tensor]) -> None:
+        """This worker's part of a snapshot: its own module buffers."""
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: b.detach() for name, b in model.named_buffers() if b is not None}
+
+
+def rest_of(model: nn.Module) -> dict[str, Tensor]:
+    """What is in the model besides its trainable parameters."""
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    return frozen | buffers_of(model)
+
+
+def load_rest(model: nn.Module, rest: Mapping[str, Tensor]) -> None:
+    mine = rest_of(model)
+    with torch.no_grad():
+        for name, tensor in rest.items():
+            mine[name].copy_(tensor)
+
+
+def load_flat(model: nn.Module, layout: Layout, flat: Mapping[str, Tensor]) -> None:
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for entry in layout.entries:
+            named[entry.name].copy_(entry.view(flat[dtype_name(entry.dtype)]))
+
+
+def to_checkpoint(
+    snapshot: Snapshot,
+    seed: int,
+    model: nn.Module,
+    layout: Layout,
+    flat: Mapping[str, Tensor],
+    extras: Mapping[str, Tensor],
+    workers: Mapping[int, Mapping[str, Tensor]],
+) -> Checkpoint:
+    """`model` already holds the snapshot's parameters."""
+    optimizer = dict(extras)
+    for name, vector in flat.items():
+        dtype, _, key = name.partition("/")
+        if key:
+            ours = (e for e in layout.entries if dtype_name(e.dtype) == dtype)
+            optimizer |= {f"{e.name}/{key}": e.view(vector) for e in ours}
+    return Checkpoint(
+        step=snapshot.step,
+        epoch=snapshot.epoch,
+        cursor=snapshot.cursor,
+        samples=snapshot.samples,
+        seed=seed,
+        members=snapshot.members,
+        applied={e.name: snapshot.counts[e.index] for e in layout.entries},
+        model=dict(model.state_dict()),
+        optimizer=optimizer,
+        workers={f"{rank}/{name}": t for rank, named in workers.items() for name, t in named.items()},
+    )
+
+
+def from_checkpoint(checkpoint: Checkpoint, layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The flat vectors and extras of a checkpoint."""
+    flat: dict[str, Tensor] = {}
+    extras: dict[str, Tensor] = {}
+
+    def place(name: str, index: int, tensor: Tensor) -> None:
+        entry = layout.entries[index]
+        vector = flat.setdefault(name, torch.zeros(layout.sizes[entry.dtype], dtype=tensor.dtype))
+        entry.view(vector).copy_(tensor)
+
+    by_name = {e.name: e for e in layout.entries}
+    for entry in layout.entries:
+        place(dtype_name(entry.dtype), entry.index, checkpoint.model[entry.name])
+    for name, tensor in checkpoint.optimizer.items():
+        parameter, _, key = name.rpartition("/")
+        entry = by_name[parameter]
+        if tensor.shape == entry.shape and key != "step":
+            place(f"{dtype_name(entry.dtype)}/{key}", entry.index, tensor)
+        else:
+            extras[name] = tensor
+    return flat, extras

@@ -1,0 +1,53 @@
+"""Watches backward, and says when a bucket's gradients are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from torrential.params.layout import Bucket, Layout
+
+
+class BackwardWatch:
+    """Buckets are announced in order, whatever order backward completes them in, so that all workers agree on it."""
+
+    def __init__(self, parameters: list[nn.Parameter], layout: Layout) -> None:
+        self._buckets = layout.buckets
+        self._home = [b.index for b in layout.buckets for _ in b.entries]  # by entry: its bucket
+        self._ready: Callable[[Bucket], None] | None = None
+        self._missing: list[int] = []
+        self._next = 0
+        self.seen = [False] * len(parameters)  # by entry: whether backward reached it in this step
+        self._armed = False
+        for index, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._arrived(i))
+
+    def begin(self, ready: Callable[[Bucket], None]) -> None:
+        self._ready = ready
+        self._missing = [len(b.entries) for b in self._buckets]
+        self._next = 0
+        self.seen = [False] * len(self.seen)
+        self._armed = False
+
+    def arm(self) -> None:
+        """The coming backward is the step's last: announce buckets as they are completed."""
+        self._armed = True
+        self._pending = [True] * len(self.seen)
+
+    def _arrived(self, index: int) -> None:
+        self.seen[index] = True
+        if self._armed and self._pending[index]:
+            self._pending[index] = False
+            self._missing[self._home[index]] -= 1
+            self._announce(all_of_them=False)
+
+    def end(self) -> None:
+        """Backward is over; what it did not reach will not come."""
+        self._announce(all_of_them=True)
+
+    def _announce(self, all_of_them: bool) -> None:
+        assert self._ready is not None
+        while self._next < len(self._buckets) and (all_of_them or self._missing[self._next] == 0):
+            self._ready(self._buckets[self._next])
+            self._next += 1

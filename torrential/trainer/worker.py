@@ -1,0 +1,250 @@
+"""The context of a worker's program: its model, its data, and where it stands in the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from safetensors.torch import load as unpack
+from safetensors.torch import save as pack
+from torch import Tensor
+
+from torrential.checkpoint import Checkpoint
+from torrential.comm.protocol import Comm, Handle, Standing
+from torrential.config import RunConfig
+from torrential.data.batches import Batches
+from torrential.data.deal import Deal, Share
+from torrential.errors import NonFiniteLoss, Regrouped
+from torrential.params.home import Home, Update, choose, gradients
+from torrential.params.layout import Bucket, plan
+from torrential.params.replicated import ReplicatedParameters
+from torrential.params.shared import SharedParameters
+from torrential.records import Step
+from torrential.strategies.base import Context, Decision, Strategy
+from torrential.task import Task
+from torrential.trainer.randomness import seed_all
+from torrential.trainer.snapshot import Outlet, Snapshot, buffers_of, from_checkpoint, load_rest, rest_of
+from torrential.trainer.watch import BackwardWatch
+
+RECORD_SECONDS = 0.2  # between two step records of one worker
+_LOSS, _SAMPLES, _NORM, _STOP, _FIRST = 0, 1, 2, 3, 4  # places in a vote; from _FIRST on: used entries
+
+
+class Worker:
+    """Implements strategies.base.Context."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: RunConfig,
+        strategy: Strategy,
+        comm: Comm,
+        outlet: Outlet,
+        device: torch.device,
+        meeting: torch.device,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        self.task, self.config, self.comm, self.outlet, self.device = task, config, comm, outlet, device
+        seed_all(device, config.seed, 0)
+        self.model = task.model().to(device).train()
+        self.layout = plan(self.model, strategy.bucket_bytes)
+        self._parameters = gradients(self.model, self.layout)
+        self._watch = BackwardWatch(self._parameters, self.layout)
+        spec = task.optimizer.with_lr(config.lr)
+        self.home: Home
+        if choose(comm, spec, self.layout, device):
+            self.home = SharedParameters(comm, self.model, self.layout, spec)
+        else:
+            self.home = ReplicatedParameters(comm, self.model, self.layout, spec, device, meeting)
+        self._batches = Batches(task.train, device)
+        self._deal = Deal(len(self._batches), config.seed)
+        self.ballot: Handle | None = None
+        self.step = 0
+        self.samples = 0
+        self._applied = -1  # steps taken; -1 before anything was agreed
+        self._stopped = False
+        self._told = -1  # the last step whose snapshot this worker has given
+        self._time = 0.0
+        self._checkpoint = checkpoint
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        self._last_record = -math.inf
+        self._last_meter = (0.0, 0.0, 0.0)
+        self._loss = math.nan
+
+    # -- membership ---------------------------------------------------------------------------------------------
+    def join(self, conclude: Callable[[Context], None]) -> None:
+        while True:
+            try:
+                standing = self.comm.regroup(lambda: self._stand(conclude))
+                return self._adopt(standing)
+            except Regrouped:
+                continue
+
+    def _stand(self, conclude: Callable[[Context], None]) -> int:
+        """Called when every member has stopped: conclude the step if its ballot is complete, else forget it."""
+        if self.ballot is not None and self.ballot.done():
+            conclude(self)
+        self.ballot = None
+        return self._applied
+
+    def _adopt(self, standing: Standing) -> None:
+        if self._checkpoint is not None and (self.home.private or self.comm.rank == standing.source):
+            self.home.load(*from_checkpoint(self._checkpoint, self.layout))
+        self.home.regroup(standing)
+        if standing.behind:
+            self._catch_up(standing)
+        self.home.rebuild()
+        self._checkpoint = None
+        self._applied = self.step
+
+    def _catch_up(self, standing: Standing) -> None:
+        """The member that is furthest hands its state to those behind."""
+        state: dict[str, Tensor] = {}
+        if self.comm.rank == standing.source:
+            place = [self.step, self._deal.epoch, self._deal.cursor, self.samples]
+            state = {"place": torch.tensor(place), "counts": torch.tensor(self.home.counts)}
+            state |= {f"rest/{n}": t.cpu().contiguous() for n, t in rest_of(self.model).items()}
+            if self.home.private:
+                state |= {f"flat/{n}": t for n, t in self.home.flat().items()}
+                state |= {f"extra/{n}": t for n, t in self.home.extras().items()}
+        blob = torch.frombuffer(bytearray(pack(state)), dtype=torch.uint8)
+        sizes = self.comm.all_gather(torch.tensor([blob.numel()])).wait()
+        size = int(sizes[standing.members.index(standing.source), 0])
+        shelf = self.comm.buffer(f"catch-up/{size}", size, torch.uint8)
+        if self.comm.rank == standing.source:
+            shelf.copy_(blob)
+        self.comm.broadcast(shelf, standing.source).wait()
+        if self.comm.rank in standing.behind:
+            state = unpack(shelf.numpy().tobytes())
+            self.step, epoch, cursor, self.samples = state.pop("place").tolist()
+            self._deal = Deal(len(self._batches), self.config.seed, epoch, cursor)
+            self.home.counts[:] = state.pop("counts").tolist()
+
+            def named(kind: str) -> dict[str, Tensor]:
+                return {n.removeprefix(kind): t for n, t in state.items() if n.startswith(kind)}
+
+            load_rest(self.model, named("rest/"))
+            if self.home.private:
+                self.home.load(named("flat/"), named("extra/"))
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        self.step, self.samples, self._applied = checkpoint.step, checkpoint.samples, checkpoint.step
+        self._deal = Deal(len(self._batches), self.config.seed, checkpoint.epoch, checkpoint.cursor)
+        self.home.counts[:] = [checkpoint.applied[e.name] for e in self.layout.entries]
+        self._told = -1 if self.finished() else checkpoint.step
+        load_rest(self.model, {n: checkpoint.model[n] for n in rest_of(self.model) if n in checkpoint.model})
+        mine = f"{self.comm.rank}/"
+        own = {n.removeprefix(mine): t for n, t in checkpoint.workers.items() if n.startswith(mine)}
+        load_rest(self.model, own)
+
+    def leave(self) -> None:
+        self.comm.leave()
+
+    # -- a step -------------------------------------------------------------------------------------------------
+    def finished(self) -> bool:
+        limit = self.config.steps
+        return self._stopped or self._deal.epoch >= self.config.epochs or (limit is not None and self.step >= limit)
+
+    def share(self, accumulate: int = 1) -> Share:
+        members = self.comm.members
+        return self._deal.share(members.index(self.comm.rank), len(members), self.config.batch_size, accumulate)
+
+    def backward(self, share: Share, ready: Callable[[Bucket], None]) -> float:
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._watch.begin(ready)
+        total = 0.0
+        for number, indices in enumerate(share.micro_batches):
+            seed_all(self.device, self.config.seed, 1, self.step, self.comm.members.index(self.comm.rank), number)
+            inputs, targets = self._batches.fetch(indices)
+            loss = self.task.loss(self.model(inputs), targets)
+            weight = len(indices) / share.total
+            if number == len(share.micro_batches) - 1:
+                self._watch.arm()
+            (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach()) * len(indices)
+        self._watch.end()
+        return total
+
+    def vote(self, share: Share, loss: float) -> None:
+        clip = self.task.clip_norm
+        head = [loss, len(share.indices), self.home.square_norm() if clip else 0.0, self.comm.stop_requested()]
+        self.ballot = self.comm.all_gather(torch.tensor([*head, *self._watch.seen], dtype=torch.float64))
+
+    def decide(self) -> Decision:
+        assert self.ballot is not None
+        votes = self.ballot.wait()  # (members, _FIRST + entries)
+        for rank, loss in zip(self.comm.members, votes[:, _LOSS].tolist(), strict=True):
+            if not math.isfinite(loss):
+                raise NonFiniteLoss(self.step + 1, rank, loss)
+        loss, samples, square, stop, *used = votes.sum(0).tolist()
+        scale = 1.0
+        if self.task.clip_norm is not None:
+            scale = min(1.0, self.task.clip_norm / (math.sqrt(square) + 1e-6))
+        update = Update(self.config.lr, scale, tuple(u > 0 for u in used))
+        return Decision(update, loss / samples, int(samples), stop > 0)
+
+    def advance(self, decision: Decision) -> None:
+        self.ballot = None
+        self.step += 1
+        self._applied = self.step
+        self.samples += decision.samples
+        self._deal.advance(decision.samples)
+        self._stopped = decision.stop
+        self._loss = decision.loss
+        self._time = self.comm.now()
+        if self.step == 1 or self._time - self._last_record >= RECORD_SECONDS or self.finished():
+            self._record()
+
+    def _record(self) -> None:
+        meter = self.comm.meter
+        now = (self._time, meter.communicate, meter.wait)
+        elapsed, communicate, wait = (a - b for a, b in zip(now, self._last_meter, strict=True))
+        self._last_record, self._last_meter = self._time, now
+        self.outlet.record(
+            Step(
+                worker=self.comm.rank,
+                step=self.step,
+                epoch=self._deal.epoch,
+                samples=self.samples,
+                loss=self._loss,
+                time=self._time,
+                compute=elapsed - communicate - wait,
+                communicate=communicate,
+                wait=wait,
+                bytes_sent=meter.bytes_sent,
+            )
+        )
+
+    def settle(self) -> None:
+        self.home.settle()
+        if self._told < self.step and self._due():
+            self._told = self.step
+            own = buffers_of(self.model)
+            if own:
+                self.outlet.own_buffers(self.step, own)
+            if self.comm.rank == self.comm.members[0]:
+                self._give_snapshot()
+
+    def _due(self) -> bool:
+        every = self.config.settings.evaluate_every
+        if self.finished():
+            return True
+        return self._deal.cursor == 0 if every is None else self.step % every == 0
+
+    def _give_snapshot(self) -> None:
+        snapshot = Snapshot(
+            step=self.step,
+            epoch=self._deal.epoch,
+            cursor=self._deal.cursor,
+            samples=self.samples,
+            time=self._time,
+            members=list(self.comm.members),
+            counts=self.home.counts,
+            final=self.finished(),
+        )
+        extras = {f"extra/{n}": t for n, t in self.home.extras().items()}
+        rest = {f"rest/{n}": t for n, t in rest_of(self.model).items()}
+        self.outlet.snapshot(snapshot, self.home.flat(), extras | rest)

@@ -1,0 +1,42 @@
+"""The World protocol: take a configured run, run its roles, leave records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torrential.checkpoint import Checkpoint
+from torrential.config import RunConfig
+from torrential.records import Record
+from torrential.strategies.base import Strategy
+from torrential.task import Task
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a world needs to know."""
+
+    config: RunConfig
+    task: Task
+    strategy: Strategy
+    directory: Path
+    checkpoint: Checkpoint | None = None  # where to go on from
+    elapsed: float = 0.0  # seconds that the run had taken by then
+    evaluated: frozenset[tuple[str, int]] = frozenset()  # (split, step) already recorded
+
+
+class Listener(Protocol):
+    """Somebody who watches a run go on."""
+
+    def record(self, record: Record) -> None: ...
+
+    def worker_state(self, worker: int, state: str) -> None: ...
+
+    def tick(self) -> None: ...
+
+
+class World(Protocol):
+    def run(self, job: Job, write: Callable[[Record], None], listener: Listener) -> None:
+        """Run all roles to the end. Raises RunFailed. Leaves nothing behind, however it ends."""

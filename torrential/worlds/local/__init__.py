@@ -1,0 +1,1 @@
+"""Roles as processes of this host, watched over by a supervisor."""

@@ -1,0 +1,88 @@
+"""What a forked process does: connect to the supervisor, build its role, run it, say how it ended."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import TYPE_CHECKING
+
+import torch
+
+from torrential import shipping
+from torrential.comm.messenger import Messenger
+from torrential.errors import TorrentialError
+from torrential.trainer.worker import Worker
+from torrential.worlds.base import Job
+from torrential.worlds.local import messages as m
+from torrential.worlds.local.comm import LocalComm
+from torrential.worlds.local.link import Buffers, Link
+from torrential.worlds.local.observing import observe
+from torrential.worlds.local.outlet import LocalOutlet
+
+if TYPE_CHECKING:
+    from torrential.worlds.local.nursery import Spawn
+
+CONNECT_SECONDS = 30.0
+
+
+def main(spawn: Spawn) -> int:
+    messenger = None
+    job: Job = _open(spawn)
+    settings = job.config.settings
+    if spawn.role == "worker" and settings.transport != "shared":
+        mine = "tcp:127.0.0.1:0" if settings.transport == "tcp" else f"{spawn.address}-{spawn.rank}-{spawn.life}"
+        messenger = Messenger(spawn.rank, spawn.life, mine, spawn.token)
+    hello = m.Hello(spawn.role, spawn.rank, spawn.life, os.getpid(), messenger.address if messenger else "")
+    link = Link(spawn.address, spawn.token, hello, CONNECT_SECONDS)
+    worker: Worker | None = None
+    try:
+        if spawn.role == "observer":
+            observe(job, link)
+        else:
+            worker = _build(job, spawn.rank, spawn.life, link, messenger)
+            job.strategy.worker(worker)
+        return 0
+    except Exception as error:
+        user_fault = isinstance(error, TorrentialError)
+        step = None if worker is None else worker.step + 1
+        link.send(m.Failed(step, f"{type(error).__name__}: {error}", _short(error), user_fault))
+        return 4
+
+
+def _open(spawn: Spawn) -> Job:
+    supervisor, pickled, tensors = spawn.parcel
+    fds = [os.open(f"/proc/{supervisor}/fd/{fd}", os.O_RDWR) for fd in (pickled, tensors)]
+    try:
+        job = shipping.unpack(*fds)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    assert isinstance(job, Job)
+    return job
+
+
+def _build(job: Job, rank: int, life: int, link: Link, messenger: Messenger | None) -> Worker:
+    config = job.config
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(config.settings.threads or max(1, cores // config.workers))
+    device = torch.device(config.device)
+    own_gpu = False
+    if device.type == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        own_gpu = config.workers <= torch.cuda.device_count()
+        torch.cuda.set_device(device)
+    native = config.settings.algorithm == "native"
+    backend = None if not native else ("nccl" if own_gpu else "gloo")
+    buffers = Buffers(link, rank)
+    comm = LocalComm(rank, config.workers, link, buffers, messenger, config.settings, backend)
+    outlet = LocalOutlet(rank, life, link, buffers, comm.meter)
+    meeting = device if backend == "nccl" else torch.device("cpu")
+    return Worker(job.task, config, job.strategy, comm, outlet, device, meeting, job.checkpoint if life == 0 else None)
+
+
+def _short(error: BaseException) -> str:
+    """The frames that are neither ours nor torch's, or all if there are none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    foreign = [f for f in frames if not f.filename.startswith((ours, os.path.dirname(torch.__file__)))]
+    return "".join(traceback.format_list(foreign or frames))

@@ -1,0 +1,151 @@
+"""Comm for processes of one host."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torrential.comm.carrier import Operation
+from torrential.comm.direct import DirectCarrier
+from torrential.comm.messenger import Messenger, settle
+from torrential.comm.native import NativeCarrier
+from torrential.comm.protocol import Handle, Meter, Part, Standing
+from torrential.comm.shared import MAIL_BYTES, WORDS, SharedCarrier
+from torrential.config import Settings
+from torrential.errors import PeerLost, Regrouped
+from torrential.worlds.local import messages as m
+from torrential.worlds.local.link import Buffers, Link
+
+MAX_RANKS = 1024
+
+
+class LocalComm:
+    """Implements comm.protocol.Comm."""
+
+    def __init__(
+        self, rank: int, workers: int, link: Link, buffers: Buffers, messenger: Messenger | None, settings: Settings,
+        backend: str | None,
+    ) -> None:  # fmt: skip
+        self.rank, self._link, self._buffers, self._settings = rank, link, buffers, settings
+        self._messenger = messenger
+        self.members: tuple[int, ...] = ()
+        self.generation = 0
+        self.meter = Meter()
+        self._began = time.monotonic()
+        self._box = link.box(m.AllStopped, m.Go)
+        self._small: SharedCarrier | DirectCarrier
+        if messenger is None:
+            counters = buffers.get("counters", MAX_RANKS * 2 * WORDS, torch.int64, None)
+            spin = workers <= len(os.sched_getaffinity(0))
+            self._small = SharedCarrier(
+                rank, self.meter, self.check, settings.timeout, counters, self._mail, buffers.twin, spin
+            )
+        else:
+            self._small = DirectCarrier(rank, self.meter, self.check, settings.timeout, messenger)
+        self._small.overdue = self._suspect
+        self._native = None
+        if backend is not None:
+            self._native = NativeCarrier(rank, self.meter, self.check, settings.timeout, backend)
+        self.shares_memory = messenger is None and self._native is None
+
+    def _mail(self, rank: int) -> Tensor:
+        return self._buffers.get("mail", 2 * MAIL_BYTES, torch.uint8, rank).view(2, MAIL_BYTES)
+
+    # -- clock and memory ---------------------------------------------------------------------------------------
+    def now(self) -> float:
+        return time.monotonic() - self._began
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def buffer(
+        self, name: str, numel: int, dtype: torch.dtype, *, common: bool = False, rank: int | None = None
+    ) -> Tensor:
+        assert self.shares_memory or not common, "there is no common memory here"
+        owner = None if common else (self.rank if rank is None else rank)
+        return self._buffers.get(name, numel, dtype, owner)
+
+    # -- collectives --------------------------------------------------------------------------------------------
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        return self._small.all_reduce(tensor) if self._native is None else self._native.all_reduce(tensor)
+
+    def reduce_scatter(self, region: Tensor, parts: Sequence[Part]) -> Handle:
+        return self._small.reduce_scatter(region, parts)
+
+    def all_gather(self, vector: Tensor) -> Handle:
+        return self._small.all_gather(vector)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        return self._small.broadcast(tensor, root)
+
+    def barrier(self) -> Handle:
+        return self._small.barrier()
+
+    # -- membership ---------------------------------------------------------------------------------------------
+    def check(self) -> None:
+        if self._link.newest_generation > self.generation:
+            raise Regrouped(self._link.newest_generation)
+
+    def _suspect(self, operation: Operation, waited: float) -> None:
+        """Somebody is hung: have it ended. The regrouping that follows ends our wait."""
+        self._link.send(m.Suspect(operation.lagging(), waited))
+
+    def regroup(self, stand: Callable[[], int]) -> Standing:
+        self._link.until(lambda: self._link.newest_generation > self.generation, "a new generation")
+        while True:
+            generation = self._link.newest_generation
+            self._link.send(m.Stopped(generation))
+            if not self._await(m.AllStopped, generation):
+                continue
+            self._link.send(m.Standing(generation, stand()))
+            go = self._await(m.Go, generation)
+            if go:
+                break
+        self.generation, self.members = generation, tuple(go.members)
+        self._began = go.began
+        if self._messenger is not None:
+            peers = zip(go.members, go.addresses, go.lives, strict=True)
+            try:
+                self._messenger.regroup(generation, {r: (a, life) for r, a, life in peers if r != self.rank})
+                settle(self._messenger, self.members, self.check, self._settings.timeout)
+            except PeerLost:
+                self._link.until(lambda: self._link.newest_generation > generation, "word of a lost peer")
+                self.check()
+        self._small.regroup(generation, self.members)
+        if self._native is not None:
+            self._native.regroup(generation, self.members, "127.0.0.1", go.store_port)
+        return Standing(generation, self.members, go.source, go.applied, tuple(go.behind))
+
+    def _await(self, kind: type, generation: int) -> m.Go | m.AllStopped | None:
+        """The supervisor's word on this generation, or None if there is a newer one."""
+        while True:
+            if self._link.newest_generation > generation:
+                return None
+            try:
+                message, _ = self._box.get(timeout=0.002)
+            except queue.Empty:
+                continue
+            if message.generation == generation and isinstance(message, kind):
+                return message
+
+    def stop_requested(self) -> bool:
+        return self._link.stop
+
+    def leave(self) -> None:
+        self._link.send(m.Left())
+        self._link.until(
+            lambda: self._link.dismissed or self._link.newest_generation > self.generation, "all to finish", 1e9
+        )
+        if not self._link.dismissed:
+            self.check()
+
+    def close(self) -> None:
+        if self._native is not None:
+            self._native.close()
+        if self._messenger is not None:
+            self._messenger.close()

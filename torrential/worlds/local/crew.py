@@ -1,0 +1,131 @@
+"""The supervisor's processes: a nursery that forks them, a connection to each, one queue of what they report."""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from torrential.comm import wire
+from torrential.errors import RunFailed
+from torrential.worlds.local import messages as m
+from torrential.worlds.local.nursery import Born, Ended, Message, Spawn
+
+@dataclass
+class Member:
+    """One process of the crew."""
+
+    role: str
+    rank: int
+    life: int
+    pid: int = 0
+    address: str = ""
+    connection: wire.Connection[Any] | None = None
+    left: bool = False
+    said: m.Failed | None = None
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.rank}" if self.role == "worker" else self.role
+
+    def send(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
+        """To a dead one nothing is sent; its end is reported by the reader."""
+        if self.connection is not None:
+            try:
+                self.connection.send(message, tensors)
+            except wire.Closed:
+                pass
+
+    def kill(self) -> None:
+        if self.pid:
+            try:
+                os.kill(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+@dataclass(frozen=True)
+class Report:
+    """Something a member said; `message` None: its connection is closed."""
+
+    member: Member
+    message: Any
+    tensors: list[Tensor]
+
+
+class Crew:
+    def __init__(self, nursery: socket.socket, parcel: tuple[int, int]) -> None:
+        self._nursery: wire.Connection[Message] = wire.Connection(nursery, Message)
+        self._parcel = parcel
+        self._token = secrets.token_bytes(wire.TOKEN_BYTES)
+        self._listener, self._address = wire.listen(f"unix:@torrential-{secrets.token_hex(8)}")
+        self.reports: queue.SimpleQueue[Report | Ended | None] = queue.SimpleQueue()
+        self._expected: dict[tuple[str, int, int], Member] = {}
+        for target in (self._accept, self._watch_nursery):
+            threading.Thread(target=target, daemon=True).start()
+
+    def spawn(self, role: str, rank: int, life: int) -> Member:
+        member = Member(role, rank, life)
+        self._expected[(role, rank, life)] = member
+        try:
+            self._nursery.send(
+                Spawn(role, rank, life, self._address, self._token, (os.getpid(), *self._parcel))
+            )
+        except wire.Closed as error:
+            raise RunFailed("the process that starts workers is gone; run again, or go on with --resume") from error
+        return member
+
+    def _watch_nursery(self) -> None:
+        try:
+            while True:
+                message, _ = self._nursery.receive()
+                if isinstance(message, Born):
+                    self._expected[(message.role, message.rank, message.life)].pid = message.pid
+                elif isinstance(message, Ended):
+                    self.reports.put(message)
+        except (wire.Closed, wire.WireError):
+            self.reports.put(None)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        admitted = wire.admit(sock, self._token, m.Any)
+        if admitted is None:
+            return
+        connection, hello = admitted
+        member = self._expected.get((hello.role, hello.rank, hello.life)) if isinstance(hello, m.Hello) else None
+        if member is None:
+            connection.close()
+            return
+        member.pid, member.address, member.connection = hello.pid, hello.address, connection
+        self.reports.put(Report(member, hello, []))
+        try:
+            while True:
+                message, tensors = connection.receive()
+                self.reports.put(Report(member, message, tensors))
+        except (wire.Closed, wire.WireError):
+            self.reports.put(Report(member, None, []))
+
+    def close(self) -> None:
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # never connected
+        self._listener.close()
+        for member in self._expected.values():
+            if member.connection is not None:
+                member.connection.close()

@@ -1,0 +1,38 @@
+"""Starts the nursery. Imports nothing heavy, so that torch can load there while it loads here."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+END_SECONDS = 5.0
+
+
+class Launch:
+    """The nursery's process, and our end of the socket to it."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "torrential.worlds.local.nursery", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt at the terminal is for the supervisor alone
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        theirs.close()
+
+    def close(self) -> None:
+        """End it, and with it every process it has forked. Safe to call twice."""
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it was quicker
+        self.socket.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,124 @@
+"""A child's side of the connection to the supervisor, and the registered buffers it hands out."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torrential.comm import wire
+from torrential.errors import RunFailed, WaitedTooLong
+from torrential.worlds.local import messages as m
+
+
+class Link:
+    """Sends to the supervisor; a thread sorts what comes from it."""
+
+    def __init__(self, address: str, token: bytes, hello: m.Hello, timeout: float) -> None:
+        self._connection = wire.dial(address, token, m.Any, timeout)
+        self._sending = threading.Lock()
+        self._timeout = timeout
+        self.changed = threading.Condition()
+        self.newest_generation = 0
+        self.stop = False
+        self.dismissed = False
+        self._inbox: dict[type, queue.SimpleQueue[tuple[Any, list[Tensor]]]] = {}
+        self.send(hello)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
+        with self._sending:
+            self._connection.send(message, tensors)
+
+    def box(self, *kinds: type) -> queue.SimpleQueue[tuple[Any, list[Tensor]]]:
+        """A queue that messages of these kinds go to from now on."""
+        box: queue.SimpleQueue[tuple[Any, list[Tensor]]] = queue.SimpleQueue()
+        for kind in kinds:
+            self._inbox[kind] = box
+        return box
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message, tensors = self._connection.receive()
+                with self.changed:
+                    if isinstance(message, m.Regroup):
+                        self.newest_generation = max(self.newest_generation, message.generation)
+                    elif isinstance(message, m.Stop):
+                        self.stop = True
+                    elif isinstance(message, m.Dismissed):
+                        self.dismissed = True
+                    self.changed.notify_all()
+                box = self._inbox.get(type(message))
+                if box is not None:
+                    box.put((message, tensors))
+        except (wire.Closed, wire.WireError):
+            os._exit(3)  # without a supervisor there is nothing left to do
+
+    def until(self, condition: Callable[[], bool], what: str, timeout: float | None = None) -> None:
+        limit = self._timeout if timeout is None else timeout
+        with self.changed:
+            if not self.changed.wait_for(condition, limit):
+                raise WaitedTooLong("the supervisor", limit, what)
+
+
+class Buffers:
+    """Registered buffers: anonymous memory files made by the supervisor, mapped by whoever asks.
+
+    They have no name in any file system, so they vanish with the last process that has them open.
+    """
+
+    def __init__(self, link: Link, rank: int) -> None:
+        self._link, self._rank = link, rank
+        self._answers = link.box(m.Granted, m.Refused)
+        self._held: dict[str, Tensor] = {}
+        self._owned: list[tuple[int, int, str, Tensor]] = []  # first byte, past the last, name, tensor
+
+    def get(self, name: str, numel: int, dtype: torch.dtype, rank: int | None) -> Tensor:
+        """`rank` None: common to all."""
+        key = name if rank is None else f"{name}#{rank}"
+        if key not in self._held:
+            tensor = self._map(key, numel, dtype)
+            self._held[key] = tensor
+            if rank == self._rank:
+                self._owned.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name, tensor))
+        return self._held[key]
+
+    def _map(self, key: str, numel: int, dtype: torch.dtype) -> Tensor:
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        size = numel * dtype.itemsize
+        self._link.send(m.BufferWanted(key, size))
+        try:
+            answer, _ = self._answers.get(timeout=60)
+        except queue.Empty as error:
+            raise WaitedTooLong("the supervisor", 60, f"buffer {key}") from error
+        if isinstance(answer, m.Refused):
+            raise RunFailed(answer.reason)
+        fd = os.open(f"/proc/{answer.pid}/fd/{answer.fd}", os.O_RDWR)
+        try:
+            return torch.frombuffer(mmap.mmap(fd, size), dtype=dtype)
+        finally:
+            os.close(fd)
+
+    def twin(self, tensor: Tensor) -> Callable[[int], Tensor]:
+        """Given a piece of one of my buffers, how to find the same piece of another rank's."""
+        at = tensor.data_ptr()
+        for first, last, name, whole in self._owned:
+            if first <= at < last or (tensor.numel() == 0 and at == 0):
+                start = (at - first) // tensor.element_size()
+                break
+        else:
+            raise ValueError("tensor is not part of a registered buffer; make it with comm.buffer")
+
+        def of(rank: int) -> Tensor:
+            flat = self.get(name, whole.numel(), whole.dtype, rank)
+            return flat[start : start + tensor.numel()].view(tensor.shape)
+
+        return of

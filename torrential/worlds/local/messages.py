@@ -1,0 +1,163 @@
+"""What the supervisor and its children say to each other."""
+
+from __future__ import annotations
+
+import msgspec
+
+from torrential.records import Evaluation, Event, Step
+from torrential.trainer.snapshot import Snapshot
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+# -- from a child ---------------------------------------------------------------------------------------------------
+class Hello(_Message, frozen=True):
+    role: str  # "worker" or "observer"
+    rank: int
+    life: int
+    pid: int
+    address: str  # where peers can reach it
+
+
+class BufferWanted(_Message, frozen=True):
+    key: str
+    size: int  # bytes
+
+
+class Stopped(_Message, frozen=True):
+    """I have noticed the new generation and touch nothing shared any more."""
+
+    generation: int
+
+
+class Standing(_Message, frozen=True):
+    generation: int
+    applied: int
+
+
+class Recorded(_Message, frozen=True):
+    record: Step | Evaluation | Event
+
+
+class SnapshotTaken(_Message, frozen=True):
+    """Lies in the buffers `snapshot<slot>.<life>/<name>` of that rank; the rest of it is in the frame."""
+
+    rank: int
+    life: int
+    slot: int
+    snapshot: Snapshot
+    vectors: list[tuple[str, int, str]]  # name, numel, dtype
+    rest: list[str]  # names of the frame's tensors
+
+
+class OwnBuffers(_Message, frozen=True):
+    rank: int
+    step: int
+    names: list[str]
+
+
+class SnapshotDone(_Message, frozen=True):
+    rank: int
+    life: int
+    slot: int
+
+
+class Suspect(_Message, frozen=True):
+    """Worker `rank` has not answered for so long that it must be hung."""
+
+    rank: int
+    seconds: float
+
+
+class Left(_Message, frozen=True):
+    """This role's program is finished."""
+
+
+class Failed(_Message, frozen=True):
+    step: int | None
+    error: str
+    trace: str
+    user_fault: bool  # the error is for the user to read as it is
+
+
+# -- from the supervisor --------------------------------------------------------------------------------------------
+class Granted(_Message, frozen=True):
+    key: str
+    pid: int
+    fd: int
+
+
+class Refused(_Message, frozen=True):
+    key: str
+    reason: str
+
+
+class Regroup(_Message, frozen=True):
+    generation: int
+
+
+class AllStopped(_Message, frozen=True):
+    generation: int
+
+
+class Go(_Message, frozen=True):
+    generation: int
+    members: list[int]
+    addresses: list[str]
+    lives: list[int]
+    source: int
+    applied: int
+    behind: list[int]
+    began: float  # on the monotonic clock that all processes of a host share
+    store_port: int  # of torch.distributed's store, if it is used
+
+
+class Stop(_Message, frozen=True):
+    """Finish at the next step that all agree on."""
+
+
+class Gone(_Message, frozen=True):
+    """A worker has died: nothing more will come from it."""
+
+    rank: int
+
+
+class Noted(_Message, frozen=True):
+    """The record that you sent is in the file."""
+
+
+class Dismissed(_Message, frozen=True):
+    """Everybody is finished."""
+
+
+FromChild = (
+    Hello
+    | BufferWanted
+    | Stopped
+    | Standing
+    | Recorded
+    | SnapshotTaken
+    | OwnBuffers
+    | SnapshotDone
+    | Suspect
+    | Left
+    | Failed
+    | Stop
+)
+ToChild = (
+    Granted
+    | Refused
+    | Regroup
+    | AllStopped
+    | Go
+    | Stop
+    | Gone
+    | Noted
+    | Dismissed
+    | SnapshotTaken
+    | OwnBuffers
+    | SnapshotDone
+)
+Any = FromChild | ToChild

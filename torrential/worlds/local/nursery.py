@@ -1,0 +1,137 @@
+"""A process that has torch loaded and forks a role whenever the supervisor asks: `python -m ...nursery FD`.
+
+Unlike multiprocessing's fork server it never imports the user's main module, leaves no file, and reports how each
+child ended. Children die with it (PR_SET_PDEATHSIG), and it ends when the supervisor's end of the socket closes, so
+killing the supervisor in any way ends everything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+
+import msgspec
+
+from torrential.comm import wire
+
+_PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+
+
+class Spawn(msgspec.Struct, frozen=True, tag=True):
+    role: str
+    rank: int
+    life: int
+    address: str  # of the supervisor
+    token: bytes
+    parcel: tuple[int, int, int]  # the supervisor's pid, and two of its descriptors
+
+
+class Born(msgspec.Struct, frozen=True, tag=True):
+    role: str
+    rank: int
+    life: int
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    pid: int
+    status: int  # exit code, or minus the signal
+
+
+Message = Spawn | Born | Ended
+
+
+def keep_freed_memory() -> None:
+    """Let malloc keep what is freed instead of returning it to the system at once.
+
+    Gradients are freed and allocated at every step; with the default settings each large one is mapped anew, zeroed
+    and faulted in page by page, which for a large multi-layer perceptron doubles the time of backward.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(_M_TOP_PAD, 16 << 20)
+
+
+def _preload() -> None:
+    import torch
+
+    from torrential.worlds.local import child  # noqa: F401
+
+    torch.set_num_threads(1)  # no pool of threads may exist when we fork
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer of a process loads a good second of modules
+    gc.collect()
+    gc.freeze()
+
+
+def _become(spawn: Spawn, parent: int) -> None:
+    """The child's side of the fork."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what an interrupt means
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    code = 1
+    try:
+        from torrential.worlds.local import child
+
+        code = child.main(spawn)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main(fd: int) -> None:
+    keep_freed_memory()
+    _preload()
+    sock = socket.socket(fileno=fd)
+    connection: wire.Connection[Message] = wire.Connection(sock, Message)
+    selector = selectors.DefaultSelector()
+    selector.register(sock, selectors.EVENT_READ, None)
+    children: dict[int, int] = {}  # pid -> pidfd
+    me = os.getpid()
+    try:
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is sock:
+                    spawn, _tensors = connection.receive()
+                    assert isinstance(spawn, Spawn)
+                    pid = os.fork()
+                    if pid == 0:
+                        sock.close()
+                        selector.close()
+                        for other in children.values():
+                            os.close(other)
+                        _become(spawn, me)
+                    children[pid] = os.pidfd_open(pid)
+                    selector.register(children[pid], selectors.EVENT_READ, pid)
+                    connection.send(Born(spawn.role, spawn.rank, spawn.life, pid))
+                else:
+                    pid = key.data
+                    selector.unregister(key.fileobj)
+                    os.close(children.pop(pid))
+                    _, status = os.waitpid(pid, 0)
+                    connection.send(Ended(pid, os.waitstatus_to_exitcode(status)))
+    except wire.Closed:
+        pass  # the supervisor is gone, or done with us
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in children:
+            os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    main(int(sys.argv[1]))

@@ -1,0 +1,46 @@
+"""The supervisor's side of registered buffers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def available_memory() -> int:
+    """Bytes that can still be used on this machine, and in this control group."""
+    free = 1 << 62
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return free
+
+
+class Registry:
+    """Anonymous memory files by key. They take memory only where they are touched."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, int] = {}
+        self._limit = available_memory()
+        self._granted = 0
+
+    def grant(self, key: str, size: int) -> int | str:
+        """A descriptor, or why there is none."""
+        if key not in self._files:
+            if self._granted + size > self._limit:
+                return (
+                    f"too little memory for shared buffers ({key!r} needs {size:,} bytes, {self._granted:,} are in use, "
+                    f"{self._limit:,} were free at the start); use fewer workers or a smaller model"
+                )
+            fd = os.memfd_create(f"torrential {key}", os.MFD_CLOEXEC)
+            os.ftruncate(fd, size)
+            self._files[key] = fd
+            self._granted += size
+        return self._files[key]
+
+    def close(self) -> None:
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()

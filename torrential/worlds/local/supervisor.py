@@ -1,0 +1,328 @@
+"""The supervisor of a local run: starts the roles, notices deaths, and brings the survivors together again.
+
+A change of members is a new generation, agreed on in two rounds so that all decide alike about the step in flight:
+
+    supervisor ── Regroup(g) ──► members    whatever they wait for ends with Regrouped
+    members ── Stopped(g) ─────► supervisor nobody touches shared state any more
+    supervisor ── AllStopped ──► members    each looks whether its step was decided, and concludes it if so
+    members ── Standing(n) ────► supervisor steps taken so far
+    supervisor ── Go ──────────► members    who is in, and whose state those behind shall take
+
+A death at any point starts the next generation.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torrential import shipping
+from torrential.errors import RunFailed, WorkerFailed
+from torrential.records import Evaluation, Event, Record, Step
+from torrential.worlds.base import Job, Listener
+from torrential.worlds.local import messages as m
+from torrential.worlds.local.crew import Crew, Member
+from torrential.worlds.local.launch import Launch
+from torrential.worlds.local.registry import Registry
+
+START_SECONDS = 120.0
+TICK_SECONDS = 0.1
+OBSERVER_LIVES = 3
+WORKER_LIVES = 100
+
+
+class LocalWorld:
+    """Implements worlds.base.World."""
+
+    def __init__(self, launch: Launch | None = None) -> None:
+        self._launch = launch or Launch()
+
+    def run(self, job: Job, write: Callable[[Record], None], listener: Listener) -> None:
+        registry = Registry()
+        parcel = shipping.pack(job)
+        crew = Crew(self._launch.socket, parcel.fds)
+        try:
+            _Run(job, crew, registry, write, listener).supervise()
+        finally:
+            self._launch.close()
+            crew.close()
+            registry.close()
+            parcel.close()
+
+
+class _Run:
+    def __init__(
+        self, job: Job, crew: Crew, registry: Registry, write: Callable[[Record], None], listener: Listener
+    ) -> None:
+        self._job, self._crew, self._registry, self._listener = job, crew, registry, listener
+        self._write_record = write
+        self._settings = job.config.settings
+        self._workers: dict[int, Member] = {}  # said hello and not lost
+        self._starting: dict[int, Member] = {}
+        self._observer: Member | None = None
+        self._generation = 0
+        self._stopped: set[int] = set()
+        self._standing: dict[int, int] = {}
+        self._forming_since: float | None = None  # a generation is being agreed on
+        self._began: float | None = None
+        self._started = time.monotonic()
+        self._step = job.checkpoint.step if job.checkpoint else 0
+        self._snapshots: dict[tuple[int, int, int], tuple[m.SnapshotTaken, list[Tensor]]] = {}
+        self._parts: list[tuple[m.OwnBuffers, list[Tensor]]] = []
+        self._evaluated = set(job.evaluated)
+        self._dismissed = False
+        self._done = False
+        self._store = None
+        if self._settings.algorithm == "native":
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._handlers: dict[type, Callable[[Member, object, list[Tensor]], None]] = {
+            m.Hello: self._hello,
+            m.BufferWanted: self._buffer,
+            m.Stopped: self._has_stopped,
+            m.Standing: self._stands,
+            m.Recorded: self._recorded,
+            m.SnapshotTaken: self._snapshot_taken,
+            m.OwnBuffers: self._own_buffers,
+            m.SnapshotDone: self._snapshot_done,
+            m.Suspect: self._suspect,
+            m.Left: self._left,
+            m.Failed: self._failed,
+            m.Stop: self._stop,
+        }
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+    def supervise(self) -> None:
+        for rank in range(self._job.config.workers):
+            self._spawn(rank, 0)
+        self._observer = self._crew.spawn("observer", -1, 0)
+        while not self._done:
+            try:
+                report = self._crew.reports.get(timeout=TICK_SECONDS)
+            except queue.Empty:
+                report = False
+            if report is None:
+                raise RunFailed(f"the process that starts workers was ended from outside; {self._remedy()}")
+            if report and hasattr(report, "member"):
+                if report.message is None:
+                    self._gone(report.member)
+                else:
+                    self._handlers[type(report.message)](report.member, report.message, report.tensors)
+            elif report:
+                self._ended(report.pid, report.status)
+            self._watch_the_clock()
+            self._listener.tick()
+
+    def _spawn(self, rank: int, life: int) -> None:
+        self._starting[rank] = self._crew.spawn("worker", rank, life)
+        self._listener.worker_state(rank, "starting")
+
+    def _watch_the_clock(self) -> None:
+        now = time.monotonic()
+        if self._began is None and now - self._started > START_SECONDS:
+            silent = ", ".join(member.name for member in self._starting.values())
+            raise RunFailed(f"{silent or 'the workers'} did not start within {START_SECONDS:.0f} s; look for errors above")
+        if self._forming_since is not None and now - self._forming_since > self._settings.timeout:
+            self._forming_since = now
+            told = self._stopped if len(self._stopped) < len(self._workers) else set(self._standing)
+            for rank, member in self._workers.items():
+                if rank not in told:
+                    self._event("worker_hung", rank, f"did not answer for {self._settings.timeout:.0f} s; ended")
+                    member.kill()
+
+    def _now(self) -> float:
+        return 0.0 if self._began is None else time.monotonic() - self._began
+
+    def _remedy(self) -> str:
+        return f"go on with: torrential train --resume {self._job.directory}"
+
+    # -- records ------------------------------------------------------------------------------------------------
+    def _write(self, record: Record) -> None:
+        self._write_record(record)
+        self._listener.record(record)
+
+    def _event(self, event: str, worker: int | None = None, detail: str = "") -> None:
+        self._write(Event(event=event, time=self._now(), step=self._step, worker=worker, detail=detail))
+
+    def _recorded(self, member: Member, message: m.Recorded, _: list[Tensor]) -> None:
+        record = message.record
+        if isinstance(record, Step):
+            self._step = max(self._step, record.step)
+            self._listener.worker_state(record.worker, "training")
+            self._write(record)
+        elif isinstance(record, Evaluation):
+            if (record.split, record.step) not in self._evaluated:
+                self._evaluated.add((record.split, record.step))
+                self._write(record)
+            member.send(m.Noted())
+        else:
+            self._write(record)
+
+    # -- membership ---------------------------------------------------------------------------------------------
+    def _hello(self, member: Member, message: m.Hello, _: list[Tensor]) -> None:
+        if member.role == "observer":
+            for part, tensors in self._parts:
+                member.send(part, tensors)
+            for taken, tensors in self._snapshots.values():
+                member.send(taken, tensors)
+            if self._dismissed:
+                member.send(m.Dismissed())
+            return
+        if self._starting.get(member.rank) is member:
+            del self._starting[member.rank]
+            self._workers[member.rank] = member
+            if member.life:
+                self._event("worker_joined", member.rank)
+        if self._generation or not self._starting:
+            self._regroup()
+
+    def _regroup(self) -> None:
+        self._generation += 1
+        self._stopped, self._standing = set(), {}
+        self._forming_since = time.monotonic()
+        for member in self._workers.values():
+            member.left = False
+            member.send(m.Regroup(self._generation))
+
+    def _has_stopped(self, member: Member, message: m.Stopped, _: list[Tensor]) -> None:
+        if message.generation == self._generation:
+            self._stopped.add(member.rank)
+            if self._stopped >= set(self._workers):
+                for other in self._workers.values():
+                    other.send(m.AllStopped(self._generation))
+
+    def _stands(self, member: Member, message: m.Standing, _: list[Tensor]) -> None:
+        if message.generation != self._generation:
+            return
+        self._standing[member.rank] = message.applied
+        if set(self._standing) < set(self._workers):
+            return
+        members = sorted(self._workers)
+        furthest = max(self._standing.values())
+        source = min(r for r in members if self._standing[r] == furthest)
+        if furthest < 0:
+            behind = [r for r in members if r != source]
+        else:
+            behind = [r for r in members if self._standing[r] < furthest]
+        if self._began is None:
+            self._began = time.monotonic() - self._job.elapsed
+        else:
+            self._event("regrouped", None, f"workers {', '.join(map(str, members))}")
+        go = m.Go(
+            self._generation,
+            members,
+            [self._workers[r].address for r in members],
+            [self._workers[r].life for r in members],
+            source,
+            furthest,
+            behind,
+            self._began,
+            self._store.port if self._store is not None else 0,
+        )
+        self._forming_since = None
+        for rank in members:
+            self._workers[rank].send(go)
+            self._listener.worker_state(rank, "training")
+
+    def _gone(self, member: Member) -> None:
+        """A connection has closed. Whoever had finished may go; anybody else has died."""
+        if member.said is not None:
+            self._raise(member, member.said)
+        if member.role == "observer":
+            return self._observer_gone(member)
+        if self._dismissed or self._workers.get(member.rank) is not member:
+            return
+        del self._workers[member.rank]
+        self._listener.worker_state(member.rank, "lost")
+        self._event("worker_lost", member.rank)
+        if self._observer is not None:
+            self._observer.send(m.Gone(member.rank))
+        self._lost(member)
+
+    def _lost(self, member: Member) -> None:
+        if self._settings.restart and member.life < WORKER_LIVES:
+            self._spawn(member.rank, member.life + 1)
+        if not self._workers:
+            raise RunFailed(f"all workers are gone (the last was {member.name}); {self._remedy()}")
+        if self._generation or not self._starting:
+            self._regroup()
+
+    def _observer_gone(self, member: Member) -> None:
+        if self._done or member is not self._observer:
+            return
+        if member.life + 1 >= OBSERVER_LIVES:
+            raise RunFailed(f"the observer died {OBSERVER_LIVES} times; {self._remedy()}")
+        self._event("observer_lost")
+        self._observer = self._crew.spawn("observer", -1, member.life + 1)
+
+    def _ended(self, pid: int, status: int) -> None:
+        """A process has ended; that matters here only if it never said hello."""
+        for member in [*self._starting.values(), *([self._observer] if self._observer else [])]:
+            if member.pid == pid and member.connection is None:
+                raise WorkerFailed(f"{member.name} ended while starting (exit status {status}); see above for its error")
+
+    def _suspect(self, member: Member, message: m.Suspect, _: list[Tensor]) -> None:
+        accused = self._workers.get(message.rank)
+        if accused is not None and accused is not member:
+            self._event("worker_hung", message.rank, f"{member.name} waited {message.seconds:.0f} s for it; ended")
+            accused.kill()
+
+    # -- other services -----------------------------------------------------------------------------------------
+    def _buffer(self, member: Member, message: m.BufferWanted, _: list[Tensor]) -> None:
+        granted = self._registry.grant(message.key, message.size)
+        if isinstance(granted, str):
+            member.send(m.Refused(message.key, granted))
+        else:
+            member.send(m.Granted(message.key, os.getpid(), granted))
+
+    def _snapshot_taken(self, member: Member, message: m.SnapshotTaken, tensors: list[Tensor]) -> None:
+        self._snapshots[(message.rank, message.life, message.slot)] = (message, tensors)
+        self._tell_observer(message, tensors)
+
+    def _own_buffers(self, member: Member, message: m.OwnBuffers, tensors: list[Tensor]) -> None:
+        self._parts.append((message, tensors))
+        self._tell_observer(message, tensors)
+
+    def _tell_observer(self, message: object, tensors: list[Tensor]) -> None:
+        if self._observer is not None:
+            self._observer.send(message, tensors)
+
+    def _snapshot_done(self, member: Member, message: m.SnapshotDone, _: list[Tensor]) -> None:
+        if (message.rank, message.life, message.slot) not in self._snapshots:
+            return  # a new observer did again what the old one had done
+        taken, _tensors = self._snapshots.pop((message.rank, message.life, message.slot))
+        self._parts = [(p, t) for p, t in self._parts if p.step > taken.snapshot.step]
+        owner = self._workers.get(message.rank)
+        if owner is not None and owner.life == message.life:
+            owner.send(message)
+
+    def _stop(self, member: Member, message: m.Stop, _: list[Tensor]) -> None:
+        self._event("target_reached")
+        for worker in self._workers.values():
+            worker.send(m.Stop())
+
+    def _left(self, member: Member, message: m.Left, _: list[Tensor]) -> None:
+        member.left = True
+        if member.role == "observer":
+            self._done = True
+            return
+        self._listener.worker_state(member.rank, "finished")
+        if all(w.left for w in self._workers.values()) and self._forming_since is None:
+            self._dismissed = True
+            for worker in self._workers.values():
+                worker.send(m.Dismissed())
+            self._tell_observer(m.Dismissed(), [])
+
+    def _failed(self, member: Member, message: m.Failed, _: list[Tensor]) -> None:
+        member.said = message
+        self._raise(member, message)
+
+    def _raise(self, member: Member, said: m.Failed) -> None:
+        at = "" if said.step is None else f" at step {said.step}"
+        if said.user_fault:
+            raise RunFailed(f"{said.error.partition(': ')[2]} ({member.name}{at})")
+        raise WorkerFailed(f"{member.name} failed{at}: {said.error}\n{said.trace}".rstrip())
