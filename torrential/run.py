@@ -99,7 +99,9 @@ def _listener(job: Job, show: bool | None) -> Any:
 
     from torrential.progress import Progress
 
-    return Progress(planned_steps(job), job.config.workers, job.task.metric_name, job.config.target, Console(stderr=True))
+    return Progress(
+        planned_steps(job), job.config.workers, job.task.metric_name, job.config.target, Console(stderr=True)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,8 @@ def prepare(asked: Request, out: Path | None) -> Job:
     samples = len(task.train)  # type: ignore[arg-type]
     if asked.workers > samples:
         raise BadInput(
-            f"more workers than training samples (workers: {asked.workers}, samples: {samples}); use --workers {samples}"
+            f"more workers than training samples (workers: {asked.workers}, samples: {samples}); "
+            f"use --workers {samples}"
         )
     _try_once(task)
     config = RunConfig(
@@ -331,7 +334,9 @@ def _try_once(task: Task) -> None:
         raise
     except Exception as error:
         sizes = f"inputs {tuple(getattr(inputs, 'shape', ()))}, targets {tuple(getattr(targets, 'shape', ()))}"
-        raise TaskFailed(f"the task's model and loss do not run on its data ({sizes}): {type(error).__name__}: {error}") from error
+        raise TaskFailed(
+            f"the task's model and loss do not run on its data ({sizes}): {type(error).__name__}: {error}"
+        ) from error
     if not torch.is_tensor(loss) or loss.numel() != 1:
         raise TaskFailed(f"the task's loss must return one number, the mean over the batch (it returned {loss!r})")
 

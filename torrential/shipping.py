@@ -148,7 +148,7 @@ def _untyped(buffer: Any) -> torch.UntypedStorage:
 
 
 def _typed(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
-    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+    return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
 def _mapped(fd: int) -> memoryview:

@@ -87,10 +87,9 @@ class Carrier:
             self._queue.popleft().finished = True
 
     def finish(self, operation: Operation, timeout: float | None) -> None:
-        limit = self.timeout if timeout is None else timeout
-        self.progress()
-        if operation.finished:
+        if operation.done():
             return
+        limit = self.timeout if timeout is None else timeout
         began = now = time.perf_counter()
         complain = self.overdue
         while not operation.finished:

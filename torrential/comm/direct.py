@@ -113,9 +113,7 @@ class _Scatter(_Exchange):
                 own = None if part.data is None else part.data[a - part.start : b - part.start]
                 if own is not None and self.in_place:
                     own = own.clone()
-                terms = (
-                    self.inbox[r][a - low : b - low] if r in self.inbox else own for r in self.carrier.members
-                )
+                terms = (self.inbox[r][a - low : b - low] if r in self.inbox else own for r in self.carrier.members)
                 add_up(self.region[a:b], [t for t in terms if t is not None])
         self.inbox = {}
 

@@ -8,6 +8,7 @@ has come, nothing sent before it can still arrive.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
@@ -121,10 +122,8 @@ class Messenger:
                 self._adopt(Peer(rank, life, connection))
 
     def close(self) -> None:
-        try:
-            self._listener.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # never connected
+        with contextlib.suppress(OSError):  # not connected to anybody
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         for peer in self._peers.values():
             peer.outbox.put(None)

@@ -27,7 +27,8 @@ class NativeCarrier:
         self.close()
         self.members = members
         patience = timedelta(seconds=self.timeout)
-        store = dist.PrefixStore(f"generation {generation}", dist.TCPStore(host, port, timeout=patience))
+        shared = dist.TCPStore(host, port, timeout=patience)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"generation {generation}", shared)  # type: ignore[attr-defined]
         rank = members.index(self.rank)
         dist.init_process_group(self.backend, store=store, rank=rank, world_size=len(members), timeout=patience)
 

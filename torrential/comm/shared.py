@@ -47,7 +47,7 @@ class SharedCarrier(Carrier):
         spin: bool,
     ) -> None:
         super().__init__(rank, meter, check, timeout)
-        self._words = memoryview(counters.numpy()).cast("B").cast("q")
+        self._words = counters.view(-1).numpy().data
         self._address = counters.data_ptr()
         self._mail, self.find = mail, find
         self._futex = Futex()

@@ -7,6 +7,7 @@ A connection opens with the run's 32-byte token, which is compared before anythi
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import math
 import os
@@ -52,7 +53,7 @@ Destination = Callable[[Any, Sequence[Shape]], Sequence[Tensor] | None]
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without copying."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def empty(shape: Shape) -> Tensor:
@@ -119,10 +120,8 @@ class Connection(Generic[M]):
             raise Closed from error
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the other side was quicker
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other side was quicker
         self._sock.close()
 
 

@@ -88,7 +88,13 @@ def state_keys(spec: OptimizerSpec, dtype: torch.dtype) -> dict[str, float] | No
     Found out by trying: slices are possible for optimizers that treat every element alike and keep, besides tensors
     of the parameter's shape, only a step count.
     """
-    if spec.kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop):
+    if spec.kind not in (
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+    ):
         return None
     if spec.options.get("dampening"):
         return None  # the first step differs from the others
@@ -108,4 +114,3 @@ def choose(comm: Comm, spec: OptimizerSpec, layout: Layout, device: torch.device
         and device.type == "cpu"
         and all(state_keys(spec, dtype) is not None for dtype in layout.sizes)
     )
-

@@ -25,7 +25,13 @@ class ReplicatedParameters:
     private = True
 
     def __init__(
-        self, comm: Comm, model: nn.Module, layout: Layout, spec: OptimizerSpec, device: torch.device, meeting: torch.device
+        self,
+        comm: Comm,
+        model: nn.Module,
+        layout: Layout,
+        spec: OptimizerSpec,
+        device: torch.device,
+        meeting: torch.device,
     ) -> None:
         self.comm, self.layout, self.spec, self.device = comm, layout, spec, device
         self.counts = [0] * len(layout.entries)
@@ -75,7 +81,7 @@ class ReplicatedParameters:
                 if self._staged:
                     summed = summed.to(self.device, non_blocking=True)
                 parameter.grad = summed
-            if update.scale != 1.0:
+            if update.scale != 1.0 and parameter.grad is not None:
                 parameter.grad *= update.scale
         for group in self._optimizer.param_groups:
             group["lr"] = update.lr

@@ -131,7 +131,9 @@ class SharedParameters:
                     copy.copy_(tensor)
                 self._journal[rank, 1] = 2 * number + 1
             used = [update.used[p.entry.index] for p in unit.pieces]
-            unit.step(update, [self._gradient(p, summed) if u else None for p, u in zip(unit.pieces, used, strict=True)])
+            unit.step(
+                update, [self._gradient(p, summed) if u else None for p, u in zip(unit.pieces, used, strict=True)]
+            )
             if not alone:
                 self._journal[rank, 1] = 2 * number + 2
         self._journal[rank, 0] = self._steps

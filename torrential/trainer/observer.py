@@ -21,7 +21,9 @@ EVALUATION_BATCH = 512
 
 
 class Observer:
-    def __init__(self, task: Task, config: RunConfig, strategy: Strategy, device: torch.device, directory: Path) -> None:
+    def __init__(
+        self, task: Task, config: RunConfig, strategy: Strategy, device: torch.device, directory: Path
+    ) -> None:
         self.task, self.config, self.device, self.directory = task, config, device, directory
         self.model = task.model().to(device).eval()
         self.layout = plan(self.model, strategy.bucket_bytes)

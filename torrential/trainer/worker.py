@@ -64,7 +64,7 @@ class Worker:
         self.samples = 0
         self._applied = -1  # steps taken; -1 before anything was agreed
         self._stopped = False
-        self._told = -1  # the last step whose snapshot this worker has given
+        self._told = 0  # the last step whose snapshot this worker has given
         self._time = 0.0
         self._checkpoint = checkpoint
         if checkpoint is not None:
@@ -98,6 +98,7 @@ class Worker:
         self.home.rebuild()
         self._checkpoint = None
         self._applied = self.step
+        self._last_record = -math.inf  # the first step of a generation is always recorded
 
     def _catch_up(self, standing: Standing) -> None:
         """The member that is furthest hands its state to those behind."""
@@ -163,7 +164,7 @@ class Worker:
             weight = len(indices) / share.total
             if number == len(share.micro_batches) - 1:
                 self._watch.arm()
-            (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+            (loss if weight == 1.0 else loss * weight).backward()
             total += float(loss.detach()) * len(indices)
         self._watch.end()
         return total
@@ -195,7 +196,7 @@ class Worker:
         self._stopped = decision.stop
         self._loss = decision.loss
         self._time = self.comm.now()
-        if self.step == 1 or self._time - self._last_record >= RECORD_SECONDS or self.finished():
+        if self._time - self._last_record >= RECORD_SECONDS or self.finished():
             self._record()
 
     def _record(self) -> None:

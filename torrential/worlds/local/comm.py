@@ -6,6 +6,7 @@ import os
 import queue
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, Link
 
 MAX_RANKS = 1024
+
+W = TypeVar("W", m.Go, m.AllStopped)
 
 
 class LocalComm:
@@ -121,7 +124,7 @@ class LocalComm:
             self._native.regroup(generation, self.members, "127.0.0.1", go.store_port)
         return Standing(generation, self.members, go.source, go.applied, tuple(go.behind))
 
-    def _await(self, kind: type, generation: int) -> m.Go | m.AllStopped | None:
+    def _await(self, kind: type[W], generation: int) -> W | None:
         """The supervisor's word on this generation, or None if there is a newer one."""
         while True:
             if self._link.newest_generation > generation:
@@ -130,7 +133,7 @@ class LocalComm:
                 message, _ = self._box.get(timeout=0.002)
             except queue.Empty:
                 continue
-            if message.generation == generation and isinstance(message, kind):
+            if isinstance(message, kind) and message.generation == generation:
                 return message
 
     def stop_requested(self) -> bool:

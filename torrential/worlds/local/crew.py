@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import secrets
@@ -18,6 +19,7 @@ from torrential.comm import wire
 from torrential.errors import RunFailed
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.nursery import Born, Ended, Message, Spawn
+
 
 @dataclass
 class Member:
@@ -39,17 +41,13 @@ class Member:
     def send(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
         """To a dead one nothing is sent; its end is reported by the reader."""
         if self.connection is not None:
-            try:
+            with contextlib.suppress(wire.Closed):
                 self.connection.send(message, tensors)
-            except wire.Closed:
-                pass
 
     def kill(self) -> None:
         if self.pid:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,7 @@ class Crew:
         member = Member(role, rank, life)
         self._expected[(role, rank, life)] = member
         try:
-            self._nursery.send(
-                Spawn(role, rank, life, self._address, self._token, (os.getpid(), *self._parcel))
-            )
+            self._nursery.send(Spawn(role, rank, life, self._address, self._token, (os.getpid(), *self._parcel)))
         except wire.Closed as error:
             raise RunFailed("the process that starts workers is gone; run again, or go on with --resume") from error
         return member
@@ -121,10 +117,8 @@ class Crew:
             self.reports.put(Report(member, None, []))
 
     def close(self) -> None:
-        try:
-            self._listener.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # never connected
+        with contextlib.suppress(OSError):  # not connected to anybody
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         for member in self._expected.values():
             if member.connection is not None:

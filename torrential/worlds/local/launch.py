@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -26,10 +27,8 @@ class Launch:
 
     def close(self) -> None:
         """End it, and with it every process it has forked. Safe to call twice."""
-        try:
+        with contextlib.suppress(OSError):  # it was quicker
             self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it was quicker
         self.socket.close()
         try:
             self._process.wait(END_SECONDS)

@@ -110,12 +110,11 @@ class Buffers:
     def twin(self, tensor: Tensor) -> Callable[[int], Tensor]:
         """Given a piece of one of my buffers, how to find the same piece of another rank's."""
         at = tensor.data_ptr()
-        for first, last, name, whole in self._owned:
-            if first <= at < last or (tensor.numel() == 0 and at == 0):
-                start = (at - first) // tensor.element_size()
-                break
-        else:
+        owned = next((o for o in self._owned if o[0] <= at < o[1] or at == 0), None)
+        if owned is None:
             raise ValueError("tensor is not part of a registered buffer; make it with comm.buffer")
+        first, _, name, whole = owned
+        start = max(0, at - first) // tensor.element_size()
 
         def of(rank: int) -> Tensor:
             flat = self.get(name, whole.numel(), whole.dtype, rank)

@@ -20,7 +20,7 @@ import msgspec
 
 from torrential.comm import wire
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
@@ -74,7 +74,9 @@ def _preload() -> None:
 
 def _become(spawn: Spawn, parent: int) -> None:
     """The child's side of the fork."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_NAME, (f"tt-worker-{spawn.rank}" if spawn.role == "worker" else f"tt-{spawn.role}").encode())
     if os.getppid() != parent:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what an interrupt means

@@ -72,7 +72,9 @@ class _Observing:
 
     def _process(self, taken: m.SnapshotTaken, rest: dict[str, Tensor]) -> None:
         flat = {
-            name: self._buffers.get(f"snapshot{taken.slot}.{taken.life}/{name}", numel, getattr(torch, dtype), taken.rank)
+            name: self._buffers.get(
+                f"snapshot{taken.slot}.{taken.life}/{name}", numel, getattr(torch, dtype), taken.rank
+            )
             for name, numel, dtype in taken.vectors
         }
         self._observer.load(flat, rest)

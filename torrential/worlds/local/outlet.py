@@ -40,7 +40,8 @@ class LocalOutlet:
             copy.copy_(vector)
             vectors.append((name, vector.numel(), str(vector.dtype).removeprefix("torch.")))
         self._link.send(
-            m.SnapshotTaken(self._rank, self._life, slot, snapshot, vectors, list(rest)), [_host(t) for t in rest.values()]
+            m.SnapshotTaken(self._rank, self._life, slot, snapshot, vectors, list(rest)),
+            [_host(t) for t in rest.values()],
         )
 
     def _slot(self) -> int:
@@ -52,7 +53,8 @@ class LocalOutlet:
                     self._free.append(self._returned.get(timeout=PATIENCE_SECONDS)[0].slot)
                 except queue.Empty as error:
                     raise WaitedTooLong("the observer", PATIENCE_SECONDS, "a free snapshot slot") from error
-        return self._free.pop(0)
+        self._free.sort()
+        return self._free.pop(0)  # the second slot takes no memory until it is needed
 
 
 def _host(tensor: Tensor) -> Tensor:

@@ -31,8 +31,8 @@ class Registry:
         if key not in self._files:
             if self._granted + size > self._limit:
                 return (
-                    f"too little memory for shared buffers ({key!r} needs {size:,} bytes, {self._granted:,} are in use, "
-                    f"{self._limit:,} were free at the start); use fewer workers or a smaller model"
+                    f"too little memory for shared buffers ({key!r} needs {size:,} bytes, {self._granted:,} are in "
+                    f"use, {self._limit:,} were free at the start); use fewer workers or a smaller model"
                 )
             fd = os.memfd_create(f"torrential {key}", os.MFD_CLOEXEC)
             os.ftruncate(fd, size)

@@ -17,6 +17,7 @@ import os
 import queue
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,8 +27,9 @@ from torrential.errors import RunFailed, WorkerFailed
 from torrential.records import Evaluation, Event, Record, Step
 from torrential.worlds.base import Job, Listener
 from torrential.worlds.local import messages as m
-from torrential.worlds.local.crew import Crew, Member
+from torrential.worlds.local.crew import Crew, Member, Report
 from torrential.worlds.local.launch import Launch
+from torrential.worlds.local.nursery import Ended
 from torrential.worlds.local.registry import Registry
 
 START_SECONDS = 120.0
@@ -79,8 +81,10 @@ class _Run:
         self._done = False
         self._store = None
         if self._settings.algorithm == "native":
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._handlers: dict[type, Callable[[Member, object, list[Tensor]], None]] = {
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False
+            )
+        self._handlers: dict[type, Callable[[Member, Any, list[Tensor]], None]] = {
             m.Hello: self._hello,
             m.BufferWanted: self._buffer,
             m.Stopped: self._has_stopped,
@@ -104,18 +108,21 @@ class _Run:
             try:
                 report = self._crew.reports.get(timeout=TICK_SECONDS)
             except queue.Empty:
-                report = False
-            if report is None:
-                raise RunFailed(f"the process that starts workers was ended from outside; {self._remedy()}")
-            if report and hasattr(report, "member"):
-                if report.message is None:
-                    self._gone(report.member)
-                else:
-                    self._handlers[type(report.message)](report.member, report.message, report.tensors)
-            elif report:
-                self._ended(report.pid, report.status)
+                pass  # look at the clock
+            else:
+                self._deal_with(report)
             self._watch_the_clock()
             self._listener.tick()
+
+    def _deal_with(self, report: Report | Ended | None) -> None:
+        if report is None:
+            raise RunFailed(f"the process that starts workers was ended from outside; {self._remedy()}")
+        if isinstance(report, Ended):
+            self._ended(report.pid, report.status)
+        elif report.message is None:
+            self._gone(report.member)
+        else:
+            self._handlers[type(report.message)](report.member, report.message, report.tensors)
 
     def _spawn(self, rank: int, life: int) -> None:
         self._starting[rank] = self._crew.spawn("worker", rank, life)
@@ -125,7 +132,9 @@ class _Run:
         now = time.monotonic()
         if self._began is None and now - self._started > START_SECONDS:
             silent = ", ".join(member.name for member in self._starting.values())
-            raise RunFailed(f"{silent or 'the workers'} did not start within {START_SECONDS:.0f} s; look for errors above")
+            raise RunFailed(
+                f"{silent or 'the workers'} did not start within {START_SECONDS:.0f} s; look for errors above"
+            )
         if self._forming_since is not None and now - self._forming_since > self._settings.timeout:
             self._forming_since = now
             told = self._stopped if len(self._stopped) < len(self._workers) else set(self._standing)
@@ -263,7 +272,9 @@ class _Run:
         """A process has ended; that matters here only if it never said hello."""
         for member in [*self._starting.values(), *([self._observer] if self._observer else [])]:
             if member.pid == pid and member.connection is None:
-                raise WorkerFailed(f"{member.name} ended while starting (exit status {status}); see above for its error")
+                raise WorkerFailed(
+                    f"{member.name} ended while starting (exit status {status}); see above for its error"
+                )
 
     def _suspect(self, member: Member, message: m.Suspect, _: list[Tensor]) -> None:
         accused = self._workers.get(message.rank)
