@@ -39,7 +39,13 @@ def fresh(task: tt.Task) -> nn.Module:
 
 
 def plain_loop(
-    task: tt.Task, optimizer: torch.optim.Optimizer, model: nn.Module, batch: int, *, steps: int, clip: float | None = None
+    task: tt.Task,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    batch: int,
+    *,
+    steps: int,
+    clip: float | None = None,
 ) -> nn.Module:
     """Ordinary training on joined batches, in the order in which a run with seed 0 deals the samples out."""
     deal = Deal(len(task.train), seed=0)
@@ -105,7 +111,7 @@ def test_one_seed_gives_the_same_checkpoints_byte_for_byte(tmp_path: Path) -> No
     assert first == second
 
 
-# -- two workers, one worker, a plain loop ----------------------------------------------------------------------------
+# -- one task, one seed, 50 joined batches of 64, in every way there is ------------------------------------------------
 MLP_STEPS = 50  # over two epochs, with their uneven last batches
 MLP_RUNS: dict[str, dict[str, Any]] = {
     "two": dict(workers=2, batch_size=32),
@@ -121,52 +127,49 @@ def mlp_task() -> tt.Task:
     return dataclasses.replace(load_task("digits-mlp"), optimizer=spec)
 
 
-class TestMultiLayerPerceptron:
-    """One task, one seed, 50 joined batches of 64, in every way there is to train on them."""
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tt.TrainResult:
+    return train(mlp_task(), tmp_path_factory.mktemp("mlp") / "two", steps=MLP_STEPS, **MLP_RUNS["two"])
 
-    @pytest.fixture(scope="class")
-    def two(self, tmp_path_factory: pytest.TempPathFactory) -> tt.TrainResult:
-        return train(mlp_task(), tmp_path_factory.mktemp("mlp") / "two", steps=MLP_STEPS, **MLP_RUNS["two"])
 
-    @pytest.fixture(scope="class")
-    def plain(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = fresh(mlp_task())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-        return plain_loop(mlp_task(), optimizer, model, 64, steps=MLP_STEPS), optimizer
+@pytest.fixture(scope="module")
+def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = fresh(mlp_task())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    return plain_loop(mlp_task(), optimizer, model, 64, steps=MLP_STEPS), optimizer
 
-    def test_two_workers_equal_a_plain_loop(
-        self, two: tt.TrainResult, plain: tuple[nn.Module, torch.optim.Optimizer]
-    ) -> None:
-        model, optimizer = plain
-        assert two.summary.steps == MLP_STEPS
-        assert_equal_models(two.model, model)
-        saved, _ = checkpoints.latest(two.out / "checkpoints")
-        assert saved is not None and saved.step == MLP_STEPS
-        for name, parameter in model.named_parameters():
-            momentum = optimizer.state[parameter]["momentum_buffer"]
-            torch.testing.assert_close(
-                saved.optimizer[f"{name}/momentum_buffer"], momentum, rtol=0, atol=TOLERANCE
-            )
 
-    @pytest.mark.parametrize("way", ["one", "accumulated"])
-    def test_one_worker_equals_both(
-        self, way: str, two: tt.TrainResult, plain: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path
-    ) -> None:
-        alone = train(mlp_task(), tmp_path / way, steps=MLP_STEPS, **MLP_RUNS[way])
-        assert alone.summary.samples == two.summary.samples
-        assert_equal_models(alone.model, two.model)
-        assert_equal_models(alone.model, plain[0])
+def test_two_workers_equal_a_plain_loop(two: tt.TrainResult, plain: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    model, optimizer = plain
+    assert two.summary.steps == MLP_STEPS
+    assert_equal_models(two.model, model)
+    saved, _ = checkpoints.latest(two.out / "checkpoints")
+    assert saved is not None and saved.step == MLP_STEPS
+    for name, parameter in model.named_parameters():
+        momentum = optimizer.state[parameter]["momentum_buffer"]
+        torch.testing.assert_close(saved.optimizer[f"{name}/momentum_buffer"], momentum, rtol=0, atol=TOLERANCE)
 
-    @pytest.mark.parametrize("way", ["tcp", "native"])
-    def test_every_carrier_gives_the_same_bits(self, way: str, two: tt.TrainResult, tmp_path: Path) -> None:
-        other = train(mlp_task(), tmp_path / way, steps=MLP_STEPS, **MLP_RUNS[way])
-        model = f"checkpoints/step-{MLP_STEPS:08d}/model.safetensors"
-        assert (other.out / model).read_bytes() == (two.out / model).read_bytes()
-        (mine, _), (theirs, _) = (checkpoints.latest(r.out / "checkpoints") for r in (two, other))
-        assert mine is not None and theirs is not None
-        momentum = [name for name in mine.optimizer if name.endswith("/momentum_buffer")]
-        assert len(momentum) == len(mine.model)
-        assert all(torch.equal(mine.optimizer[name], theirs.optimizer[name]) for name in momentum)
+
+@pytest.mark.parametrize("way", ["one", "accumulated"])
+def test_one_worker_equals_both(
+    way: str, two: tt.TrainResult, plain: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    alone = train(mlp_task(), tmp_path / way, steps=MLP_STEPS, **MLP_RUNS[way])
+    assert alone.summary.samples == two.summary.samples
+    assert_equal_models(alone.model, two.model)
+    assert_equal_models(alone.model, plain[0])
+
+
+@pytest.mark.parametrize("way", ["tcp", "native"])
+def test_every_carrier_gives_the_same_bits(way: str, two: tt.TrainResult, tmp_path: Path) -> None:
+    other = train(mlp_task(), tmp_path / way, steps=MLP_STEPS, **MLP_RUNS[way])
+    model = f"checkpoints/step-{MLP_STEPS:08d}/model.safetensors"
+    assert (other.out / model).read_bytes() == (two.out / model).read_bytes()
+    (mine, _), (theirs, _) = (checkpoints.latest(r.out / "checkpoints") for r in (two, other))
+    assert mine is not None and theirs is not None
+    momentum = [name for name in mine.optimizer if name.endswith("/momentum_buffer")]
+    assert len(momentum) == len(mine.model)
+    assert all(torch.equal(mine.optimizer[name], theirs.optimizer[name]) for name in momentum)
 
 
 # -- DDP --------------------------------------------------------------------------------------------------------------
@@ -246,7 +249,7 @@ def test_equals_ddp_on_an_awkward_model(tmp_path: Path) -> None:
     assert not torch.equal(ours["sometimes.weight"], before["sometimes.weight"])
 
 
-# -- dtypes, clipping, remainders, optimizers that need whole tensors ---------------------------------------------------
+# -- dtypes, clipping, remainders, optimizers that need whole tensors -------------------------------------------------
 class Widening(nn.Module):
     """float32, then float64, then float32 again."""
 
@@ -293,9 +296,7 @@ class Logged(Dataset[Any]):
 
 
 @pytest.mark.parametrize(("workers", "samples", "remainder"), [(2, 61, 13), (3, 50, 2)])
-def test_an_uneven_last_batch_counts_for_what_it_is(
-    workers: int, samples: int, remainder: int, tmp_path: Path
-) -> None:
+def test_an_uneven_last_batch_counts_for_what_it_is(workers: int, samples: int, remainder: int, tmp_path: Path) -> None:
     """Two whole epochs. With three workers and two samples left, one worker has nothing to do and takes part."""
     joined = workers * 8
     assert samples % joined == remainder

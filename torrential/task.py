@@ -7,6 +7,7 @@ task = Task(model=make_model, loss=F.cross_entropy, train=train_set, test=test_s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -46,7 +47,8 @@ class OptimizerSpec:
         chosen = {"fused", "foreach", "differentiable"} & options.keys()
         if self.kind in _FUSED.get(device_type, ()) and not chosen and all(p.is_floating_point() for p in params):
             options["fused"] = True
-        return self.kind(params, lr=self.lr, **options)  # type: ignore[call-arg]
+        kind = self.kind if options.get("differentiable") else _without_compiler(self.kind)  # type: ignore[arg-type]
+        return kind(params, lr=self.lr, **options)  # type: ignore[call-arg]
 
     def with_lr(self, lr: float) -> OptimizerSpec:
         return dataclasses.replace(self, lr=lr)
@@ -63,22 +65,30 @@ def optimizer(kind: str | type[torch.optim.Optimizer], *, lr: float, **options: 
         raise BadInput(f"an optimizer is a name or a class of torch.optim (got {cls!r}); try optimizer('sgd', lr=0.1)")
     spec = OptimizerSpec(cls, lr, options)
     try:
-        dataclasses.replace(spec, kind=_without_compiler(cls)).build([nn.Parameter(torch.zeros(2, 2))])
+        spec.build([nn.Parameter(torch.zeros(2, 2))])
     except Exception as error:
         given = ", ".join(f"{name}={value!r}" for name, value in {"lr": lr, **options}.items())
         raise BadInput(f"torch.optim refuses {cls.__name__}({given}): {error}; correct the option") from error
     return spec
 
 
+@functools.cache
 def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The class for a trial only: torch's own `add_param_group` would load the compiler, which takes seconds."""
-    if cls.add_param_group is not torch.optim.Optimizer.add_param_group:
+    """The class with torch's marks for its compiler taken off three methods.
+
+    The marks load the compiler on first use, which costs every process more than a second and a hundred megabytes.
+    Outside of compiled code they do nothing else but switch gradients off during `step`.
+    """
+    if not cls.__module__.startswith("torch.optim"):
         return cls
+    bare = {n: getattr(cls, n).__wrapped__ for n in ("add_param_group", "zero_grad") if _marked(getattr(cls, n))}
+    if _marked(cls.step):
+        bare["step"] = torch.no_grad()(cls.step.__wrapped__)  # type: ignore[attr-defined]
+    return type(cls.__name__, (cls,), bare)
 
-    def add(self: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        self.param_groups.append({**self.defaults, **group})
 
-    return type(cls.__name__, (cls,), {"add_param_group": add})
+def _marked(method: Any) -> bool:
+    return hasattr(method, "__wrapped__")
 
 
 def _named_optimizer(name: str) -> type[torch.optim.Optimizer]:

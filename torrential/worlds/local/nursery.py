@@ -67,7 +67,6 @@ def _preload() -> None:
     from torrential.worlds.local import child  # noqa: F401
 
     torch.set_num_threads(1)  # no pool of threads may exist when we fork
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer of a process loads a good second of modules
     gc.collect()
     gc.freeze()
 

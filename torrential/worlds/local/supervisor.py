@@ -335,5 +335,9 @@ class _Run:
     def _raise(self, member: Member, said: m.Failed) -> None:
         at = "" if said.step is None else f" at step {said.step}"
         if said.user_fault:
-            raise RunFailed(f"{said.error.partition(': ')[2]} ({member.name}{at})")
-        raise WorkerFailed(f"{member.name} failed{at}: {said.error}\n{said.trace}".rstrip())
+            raise RunFailed(f"{said.error.partition(': ')[2]} ({member.name}{at}); {self._last_good()}")
+        raise WorkerFailed(f"{member.name} failed{at}: {said.error}\n{said.trace}{self._last_good()}")
+
+    def _last_good(self) -> str:
+        saved = sorted((self._job.directory / "checkpoints").glob("step-*"))
+        return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was made yet"

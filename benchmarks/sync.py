@@ -1,0 +1,274 @@
+"""Synchronous training in samples per second: torrential against DDP, plain loops, and what this machine can give.
+
+python -m benchmarks.sync --model mlp --workers 2 --steps 60 --rounds 5
+
+    plain1          one process, one thread, a plain loop
+    plain2threads   one process, two threads, the batches of two workers joined
+    alone           --workers processes that never communicate: the bound
+    ddp             torch's DistributedDataParallel over Gloo
+    ours            `torrential train --workers N`; ours1: one worker
+    NAME+malloc     the same with torrential's malloc settings, which the C library leaves to each program
+    ddp+tuned       DDP with every option that makes it faster here
+
+All have one thread per process (but plain2threads), the same model, batch, and fused optimizer. Every round starts
+each contender anew, one after the other; ratios are medians of the ratios within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import IO, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.contender import Part
+from benchmarks.memory import MemoryWatch
+from torrential.records import RECORDS, Step, describe_machine, read_records
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTENDERS = "plain1,plain1+malloc,plain2threads,alone,alone+malloc,ddp,ddp+tuned,ours,ours1"
+NEVER = 10**9  # steps between two snapshots
+TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str = "mlp"
+    workers: int = 2
+    steps: int = 60
+    warmup: int = 5
+    optimizer: str = "sgd"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    rate: float  # samples per second, all workers together
+    steps: float  # of one worker that were timed
+    first_step: float  # seconds from the command to the end of the first step
+    memory: int | None  # bytes of the whole process tree, the highest sample in the second half of training
+    shares: dict[str, float] | None = None  # of time: compute, communicate, wait
+    disturbed: bool = False  # too few steps: the first checkpoint was still being written in the timed part
+
+
+def measure(name: str, options: Options) -> Outcome:
+    """Start a contender, let it train, and see it end."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
+        kind, *flags = name.split("+")
+        if kind in ("ours", "ours1"):
+            return _ours(options, 1 if kind == "ours1" else options.workers, Path(directory))
+        return _other(kind, flags, options, Path(directory))
+
+
+# -- torrential, by its command line ----------------------------------------------------------------------------------
+def _ours(options: Options, workers: int, directory: Path) -> Outcome:
+    task = options.model if options.optimizer == "sgd" else f"{options.model}_{options.optimizer}"
+    out = directory / "run"
+    command = [
+        *(sys.executable, "-m", "torrential", "train", f"{ROOT / 'benchmarks/models.py'}:{task}"),
+        *("--workers", str(workers), "--steps", str(options.steps), "--device", "cpu", "--json", "--out", str(out)),
+        *("--set", "threads=1", "--set", f"evaluate_every={NEVER}"),
+    ]
+    began = time.monotonic()
+    with open(directory / "log", "w+") as log:
+        process = _start(command, log, stdout=log)
+        with MemoryWatch([process.pid]) as memory:
+            _until(process, lambda: bool(_steps_of(out)), 0.005)
+            seen = time.monotonic()
+            _until(process, (out / "checkpoints" / f"step-{0:08d}").exists, 0.02)
+            saved = time.monotonic()
+            _finish(process, log)
+    steps = _steps_of(out)
+    zero = seen - steps[0].time  # the run's clock on ours
+    mine = [s for s in steps if s.worker == 0]
+    quiet = [s for s in mine if options.warmup <= s.step <= options.steps * 2 / 3 and zero + s.time >= saved]
+    warm = [s for s in mine if options.warmup <= s.step < options.steps]
+    if not warm:
+        raise SystemExit(f"--steps {options.steps} is too few to time anything; use more")
+    first, last = (quiet or warm)[0], mine[-1]
+    timed = [s for s in steps if first.step < s.step <= last.step]
+    parts = {part: sum(getattr(s, part) for s in timed) for part in ("compute", "communicate", "wait")}
+    return Outcome(
+        rate=(last.samples - first.samples) / (last.time - first.time),
+        steps=last.step - first.step,
+        first_step=seen - began,
+        memory=memory.highest(zero + (mine[0].time + last.time) / 2, zero + last.time),
+        shares={part: seconds / sum(parts.values()) for part, seconds in parts.items()},
+        disturbed=not quiet,
+    )
+
+
+def _steps_of(out: Path) -> list[Step]:
+    path = out / RECORDS
+    return [r for r in read_records(path) if isinstance(r, Step)] if path.exists() else []
+
+
+def _until(process: subprocess.Popen[str], condition: Any, every: float) -> None:
+    while process.poll() is None and not condition():
+        time.sleep(every)
+
+
+# -- the others ---------------------------------------------------------------------------------------------------
+def _other(kind: str, flags: list[str], options: Options, directory: Path) -> Outcome:
+    plain = re.fullmatch(r"plain(\d+)(threads)?", kind)
+    if not (plain or kind in ("alone", "ddp")) or not {*flags} <= {"malloc", "tuned"}:
+        raise SystemExit(f"no contender {'+'.join([kind, *flags])!r}; there are {CONTENDERS}")
+    threads = int(plain[1]) if plain else 1
+    workers = 1 if plain else options.workers
+    began = time.monotonic()
+    with open(directory / "log", "w+") as log:
+        processes = [
+            _start(
+                [sys.executable, "-m", "benchmarks.contender", json.dumps(asdict(part))],
+                log,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            for part in (
+                Part(
+                    model=options.model,
+                    optimizer=options.optimizer,
+                    steps=options.steps,
+                    threads=threads,
+                    batches=threads,
+                    rank=rank,
+                    workers=workers,
+                    store=str(directory / "store") if kind == "ddp" else "",
+                    malloc="malloc" in flags,
+                    tuned="tuned" in flags,
+                )
+                for rank in range(workers)
+            )
+        ]
+        with MemoryWatch([p.pid for p in processes]) as memory:
+            for process in processes:  # nobody takes a step before all can
+                if _out(process).readline().strip() != "ready":
+                    _finish(process, log)
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            lines = [_out(process).readline() for process in processes]
+            for process in processes:
+                _finish(process, log)
+    reports = [json.loads(line) for line in lines]
+    ends = [report["ends"] for report in reports]
+    start = max(e[options.warmup - 1] for e in ends)
+    end = min(e[-1] for e in ends)
+    done = [float(np.interp(end, e, range(len(e))) - np.interp(start, e, range(len(e)))) for e in ends]
+    return Outcome(
+        rate=sum(done) * reports[0]["batch"] / (end - start),
+        steps=sum(done) / workers,
+        first_step=max(e[0] for e in ends) - began,
+        memory=memory.highest((min(e[0] for e in ends) + end) / 2, end),
+    )
+
+
+def _out(process: subprocess.Popen[str]) -> IO[str]:
+    assert process.stdout is not None
+    return process.stdout
+
+
+def _start(command: list[str], log: IO[str], **streams: Any) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stderr=log, text=True, **streams)
+
+
+def _finish(process: subprocess.Popen[str], log: IO[str]) -> None:
+    if code := process.wait(TIMEOUT_SECONDS):
+        log.seek(0)
+        raise SystemExit(f"{log.read()[-3000:]}\na contender failed (exit status {code}); see above")
+
+
+# -- results ------------------------------------------------------------------------------------------------------
+def machine() -> dict[str, Any]:
+    versions, hardware = describe_machine()
+    return {
+        "cpu": hardware["cpu"],
+        "cores": hardware["cores"],
+        "torch": versions["torch"],
+        "python": versions["python"],
+        "load": os.getloadavg()[0],
+    }
+
+
+def describe(machine: dict[str, Any]) -> str:
+    return "{cpu}, {cores} cores, torch {torch}, python {python}, load {load:.2f}".format(**machine)
+
+
+def ratio(ours: list[Outcome], theirs: list[Outcome] | None) -> float | None:
+    """The median over the rounds of the ratio of rates."""
+    return median(a.rate / b.rate for a, b in zip(ours, theirs, strict=False)) if ours and theirs else None
+
+
+def table(results: dict[str, list[Outcome]], options: Options) -> Table:
+    shown = Table(title=f"{options.model}, {options.workers} workers, {options.optimizer}")
+    shown.add_column("contender")
+    for column in ("samples/s", "min–max", "× alone", "× alone+malloc", "× ddp", "first step", "memory", "com/comm/wait"):
+        shown.add_column(column, justify="right")
+    for name, outcomes in results.items():
+        if not outcomes:
+            continue
+        rates = [o.rate for o in outcomes]
+        memory = [o.memory for o in outcomes if o.memory]
+        ratios = [ratio(outcomes, results.get(other)) for other in ("alone", "alone+malloc", "ddp")]
+        shares = outcomes[-1].shares
+        shown.add_row(
+            name + (" (*)" if any(o.disturbed for o in outcomes) else ""),
+            f"{median(rates):,.0f}",
+            f"{min(rates):,.0f}–{max(rates):,.0f}",
+            *("" if r is None else f"{r:.2f}" for r in ratios),
+            f"{median(o.first_step for o in outcomes):.2f} s",
+            f"{median(memory) / 1e9:.2f} GB" if memory else "",
+            " / ".join(f"{share:.0%}" for share in shares.values()) if shares else "",
+        )
+    if any(o.disturbed for outcomes in results.values() for o in outcomes):
+        shown.caption = "(*) too few steps: the first checkpoint was still being written while this was timed"
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("mlp", "cnn"), default="mlp")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--warmup", type=int, default=5, help="steps that are not timed")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
+    parser.add_argument("--contenders", default=CONTENDERS)
+    parser.add_argument("--json", type=Path, help="write all outcomes to this file")
+    given = parser.parse_args()
+    if not 1 <= given.warmup < given.steps:
+        parser.error("--warmup must be at least 1 and below --steps")
+    options = Options(given.model, given.workers, given.steps, given.warmup, given.optimizer)
+    console, host = Console(), machine()
+    console.print(describe(host), highlight=False, soft_wrap=True)
+    names = given.contenders.split(",")
+    results: dict[str, list[Outcome]] = {name: [] for name in names}
+    for number in range(given.rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            results[name].append(measure(name, options))
+            rate = results[name][-1].rate
+            console.print(f"round {number + 1}  {name:14} {rate:8,.0f} samples/s", highlight=False)
+        if given.json:
+            rows = {name: [asdict(o) for o in outcomes] for name, outcomes in results.items()}
+            text = json.dumps({"machine": host, "options": asdict(options), "results": rows}, indent=2)
+            given.json.write_text(text + "\n")
+    console.print(table(results, options))
+    console.print(f"load at the end {os.getloadavg()[0]:.2f}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()
