@@ -12,7 +12,7 @@ EVERY_SECONDS = 0.2
 
 
 class MemoryWatch:
-    """Samples the trees that start at `roots` while the block runs."""
+    """Samples the trees that start at `roots` while the block runs; with no roots it does nothing."""
 
     def __init__(self, roots: list[int]) -> None:
         self._roots = roots
@@ -30,12 +30,14 @@ class MemoryWatch:
         return max((size for at, size in self._samples if start <= at <= end), default=0) or None
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        if self._roots:
+            self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._over.set()
-        self._thread.join()
+        if self._roots:
+            self._thread.join()
 
 
 def tree(pid: int) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def spec(kind: str) -> OptimizerSpec:
 def build_mlp() -> nn.Module:
     """24 million parameters: much to communicate for little arithmetic."""
     sizes = 784, 4096, 4096, 1024, CLASSES
-    layers = [(nn.Linear(a, b), nn.ReLU()) for a, b in zip(sizes, sizes[1:], strict=False)]
+    layers = [(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(sizes)]
     return nn.Sequential(*[module for pair in layers for module in pair][:-1])
 
 

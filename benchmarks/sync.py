@@ -11,7 +11,8 @@ python -m benchmarks.sync --model mlp --workers 2 --steps 60 --rounds 5
     ddp+tuned       DDP with every option that makes it faster here
 
 All have one thread per process (but plain2threads), the same model, batch, and fused optimizer. Every round starts
-each contender anew, one after the other; ratios are medians of the ratios within a round.
+each contender anew, one after the other; ratios are medians of the ratios within a round. Round 0 is not timed: it
+takes the memory, because reading that from the system slows a run down by some per cent.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -35,12 +36,16 @@ from rich.table import Table
 
 from benchmarks.contender import Part
 from benchmarks.memory import MemoryWatch
-from torrential.records import RECORDS, Step, describe_machine, read_records
+from torrential.records import RECORDS, Evaluation, Step, describe_machine, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTENDERS = "plain1,plain1+malloc,plain2threads,alone,alone+malloc,ddp,ddp+tuned,ours,ours1"
 NEVER = 10**9  # steps between two snapshots
 TIMEOUT_SECONDS = 600.0
+POLL_SECONDS = 0.005
+TABLE_WIDTH = 130
+
+R = TypeVar("R", Step, Evaluation)
 
 
 @dataclass(frozen=True)
@@ -57,22 +62,21 @@ class Outcome:
     rate: float  # samples per second, all workers together
     steps: float  # of one worker that were timed
     first_step: float  # seconds from the command to the end of the first step
-    memory: int | None  # bytes of the whole process tree, the highest sample in the second half of training
+    memory: int | None  # bytes of the whole process tree, if asked for: the highest in the second half of training
     shares: dict[str, float] | None = None  # of time: compute, communicate, wait
-    disturbed: bool = False  # too few steps: the first checkpoint was still being written in the timed part
 
 
-def measure(name: str, options: Options) -> Outcome:
+def measure(name: str, options: Options, memory: bool = False) -> Outcome:
     """Start a contender, let it train, and see it end."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
         kind, *flags = name.split("+")
         if kind in ("ours", "ours1"):
-            return _ours(options, 1 if kind == "ours1" else options.workers, Path(directory))
-        return _other(kind, flags, options, Path(directory))
+            return _ours(options, 1 if kind == "ours1" else options.workers, Path(directory), memory)
+        return _other(kind, flags, options, Path(directory), memory)
 
 
 # -- torrential, by its command line ----------------------------------------------------------------------------------
-def _ours(options: Options, workers: int, directory: Path) -> Outcome:
+def _ours(options: Options, workers: int, directory: Path, sample: bool) -> Outcome:
     task = options.model if options.optimizer == "sgd" else f"{options.model}_{options.optimizer}"
     out = directory / "run"
     command = [
@@ -83,20 +87,20 @@ def _ours(options: Options, workers: int, directory: Path) -> Outcome:
     began = time.monotonic()
     with open(directory / "log", "w+") as log:
         process = _start(command, log, stdout=log)
-        with MemoryWatch([process.pid]) as memory:
-            _until(process, lambda: bool(_steps_of(out)), 0.005)
+        with MemoryWatch([process.pid] if sample else []) as memory:
+            while process.poll() is None and not _records(out, Step):
+                time.sleep(POLL_SECONDS)
             seen = time.monotonic()
-            _until(process, (out / "checkpoints" / f"step-{0:08d}").exists, 0.02)
-            saved = time.monotonic()
             _finish(process, log)
-    steps = _steps_of(out)
+    steps = _records(out, Step)
     zero = seen - steps[0].time  # the run's clock on ours
     mine = [s for s in steps if s.worker == 0]
-    quiet = [s for s in mine if options.warmup <= s.step <= options.steps * 2 / 3 and zero + s.time >= saved]
-    warm = [s for s in mine if options.warmup <= s.step < options.steps]
+    last = mine[-1]
+    assert all(e.step == last.step for e in _records(out, Evaluation)), "a snapshot fell into the timed part"
+    warm = [s for s in mine if options.warmup <= s.step < last.step]
     if not warm:
         raise SystemExit(f"--steps {options.steps} is too few to time anything; use more")
-    first, last = (quiet or warm)[0], mine[-1]
+    first = warm[0]
     timed = [s for s in steps if first.step < s.step <= last.step]
     parts = {part: sum(getattr(s, part) for s in timed) for part in ("compute", "communicate", "wait")}
     return Outcome(
@@ -105,22 +109,16 @@ def _ours(options: Options, workers: int, directory: Path) -> Outcome:
         first_step=seen - began,
         memory=memory.highest(zero + (mine[0].time + last.time) / 2, zero + last.time),
         shares={part: seconds / sum(parts.values()) for part, seconds in parts.items()},
-        disturbed=not quiet,
     )
 
 
-def _steps_of(out: Path) -> list[Step]:
+def _records(out: Path, kind: type[R]) -> list[R]:
     path = out / RECORDS
-    return [r for r in read_records(path) if isinstance(r, Step)] if path.exists() else []
-
-
-def _until(process: subprocess.Popen[str], condition: Any, every: float) -> None:
-    while process.poll() is None and not condition():
-        time.sleep(every)
+    return [r for r in read_records(path) if isinstance(r, kind)] if path.exists() else []
 
 
 # -- the others ---------------------------------------------------------------------------------------------------
-def _other(kind: str, flags: list[str], options: Options, directory: Path) -> Outcome:
+def _other(kind: str, flags: list[str], options: Options, directory: Path, sample: bool) -> Outcome:
     plain = re.fullmatch(r"plain(\d+)(threads)?", kind)
     if not (plain or kind in ("alone", "ddp")) or not {*flags} <= {"malloc", "tuned"}:
         raise SystemExit(f"no contender {'+'.join([kind, *flags])!r}; there are {CONTENDERS}")
@@ -151,7 +149,7 @@ def _other(kind: str, flags: list[str], options: Options, directory: Path) -> Ou
                 for rank in range(workers)
             )
         ]
-        with MemoryWatch([p.pid for p in processes]) as memory:
+        with MemoryWatch([p.pid for p in processes] if sample else []) as memory:
             for process in processes:  # nobody takes a step before all can
                 if _out(process).readline().strip() != "ready":
                     _finish(process, log)
@@ -213,29 +211,36 @@ def ratio(ours: list[Outcome], theirs: list[Outcome] | None) -> float | None:
     return median(a.rate / b.rate for a, b in zip(ours, theirs, strict=False)) if ours and theirs else None
 
 
-def table(results: dict[str, list[Outcome]], options: Options) -> Table:
+def table(results: dict[str, list[Outcome]], first: dict[str, Outcome], options: Options) -> Table:
     shown = Table(title=f"{options.model}, {options.workers} workers, {options.optimizer}")
     shown.add_column("contender")
-    for column in ("samples/s", "min–max", "× alone", "× alone+malloc", "× ddp", "first step", "memory", "com/comm/wait"):
+    for column in (
+        "samples/s",
+        "min–max",
+        "× alone",
+        "× alone+malloc",
+        "× ddp",
+        "first step",
+        "memory",
+        "compute/comm/wait",
+    ):
         shown.add_column(column, justify="right")
     for name, outcomes in results.items():
         if not outcomes:
             continue
         rates = [o.rate for o in outcomes]
-        memory = [o.memory for o in outcomes if o.memory]
+        memory = first[name].memory
         ratios = [ratio(outcomes, results.get(other)) for other in ("alone", "alone+malloc", "ddp")]
         shares = outcomes[-1].shares
         shown.add_row(
-            name + (" (*)" if any(o.disturbed for o in outcomes) else ""),
+            name,
             f"{median(rates):,.0f}",
             f"{min(rates):,.0f}–{max(rates):,.0f}",
             *("" if r is None else f"{r:.2f}" for r in ratios),
             f"{median(o.first_step for o in outcomes):.2f} s",
-            f"{median(memory) / 1e9:.2f} GB" if memory else "",
+            f"{memory / 1e9:.2f} GB" if memory else "",
             " / ".join(f"{share:.0%}" for share in shares.values()) if shares else "",
         )
-    if any(o.disturbed for outcomes in results.values() for o in outcomes):
-        shown.caption = "(*) too few steps: the first checkpoint was still being written while this was timed"
     return shown
 
 
@@ -254,8 +259,10 @@ def main() -> None:
         parser.error("--warmup must be at least 1 and below --steps")
     options = Options(given.model, given.workers, given.steps, given.warmup, given.optimizer)
     console, host = Console(), machine()
+    console.width = max(console.width, TABLE_WIDTH)
     console.print(describe(host), highlight=False, soft_wrap=True)
     names = given.contenders.split(",")
+    first = {name: measure(name, options, memory=True) for name in names}
     results: dict[str, list[Outcome]] = {name: [] for name in names}
     for number in range(given.rounds):
         for name in names if number % 2 == 0 else reversed(names):
@@ -264,9 +271,10 @@ def main() -> None:
             console.print(f"round {number + 1}  {name:14} {rate:8,.0f} samples/s", highlight=False)
         if given.json:
             rows = {name: [asdict(o) for o in outcomes] for name, outcomes in results.items()}
-            text = json.dumps({"machine": host, "options": asdict(options), "results": rows}, indent=2)
-            given.json.write_text(text + "\n")
-    console.print(table(results, options))
+            memory = {name: o.memory for name, o in first.items()}
+            found = {"machine": host, "options": asdict(options), "memory": memory, "results": rows}
+            given.json.write_text(json.dumps(found, indent=2) + "\n")
+    console.print(table(results, first, options))
     console.print(f"load at the end {os.getloadavg()[0]:.2f}", highlight=False)
 
 

@@ -251,15 +251,20 @@ def test_equals_ddp_on_an_awkward_model(tmp_path: Path) -> None:
 
 # -- dtypes, clipping, remainders, optimizers that need whole tensors -------------------------------------------------
 class Widening(nn.Module):
-    """float32, then float64, then float32 again."""
+    """float32, then float64, then float32 again; a part of it every third time, so that Adam's step counts differ."""
 
     def __init__(self) -> None:
         super().__init__()
         self.narrow, self.wide = nn.Linear(16, 24), nn.Linear(24, 24, dtype=torch.float64)
-        self.leave = nn.Linear(24, 4)
+        self.seldom, self.leave = nn.Linear(24, 24, dtype=torch.float64), nn.Linear(24, 4)
+        self.calls = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.leave(self.wide(self.narrow(inputs).tanh().double()).tanh().float())
+        self.calls += 1
+        hidden = self.wide(self.narrow(inputs).tanh().double()).tanh()
+        if self.calls % 3 == 0:
+            hidden = hidden + self.seldom(hidden).tanh()
+        return self.leave(hidden.float())
 
 
 def test_several_dtypes_in_one_model_with_adam(tmp_path: Path) -> None:

@@ -66,6 +66,10 @@ def train(
 
         find.set_data_dir(data_dir)
         if resume is not None:
+            given = {"epochs": epochs, "steps": steps, "target": target, "batch-size": batch_size, "lr": lr, "out": out}
+            changed = [f"--{name}" for name, value in given.items() if value is not None] + ["--set"] * bool(set_)
+            if changed:
+                raise BadInput(f"a resumed run keeps its options; leave out {', '.join(changed)}")
             job = run.prepare_resume(resume, None if task is None else load_task(task))
         elif task is None:
             raise BadInput("which task? give a built-in name (see 'torrential tasks') or file.py[:name]")
@@ -73,6 +77,7 @@ def train(
             loaded = load_task(task)
             asked = run.Request(
                 task=loaded,
+                source=task,
                 strategy=strategy,
                 options=_options(set_ or []),
                 workers=workers,
@@ -179,12 +184,19 @@ def main() -> None:
         code = 128 + int(end.args[0])
     except Exception as error:
         if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "format_message"):
-            _err.print(f"[red]error:[/red] {_escape(error.format_message())}", highlight=False, soft_wrap=True)
+            _err.print(f"[red]error:[/red] {_escape(_usage(error))}", highlight=False, soft_wrap=True)
             code = 2
         else:
             raise
     sys.stdout.flush()
     os._exit(code) if code else sys.exit(0)
+
+
+def _usage(error: Any) -> str:
+    """What is wrong with the arguments; where one could not be converted, with the value given."""
+    message = str(error.format_message())
+    errors = getattr(error.__cause__, "errors", None)
+    return message if errors is None else f"{message} (given: {errors()[0]['input']!r})"
 
 
 def _escape(text: str) -> str:

@@ -27,6 +27,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     task: str
+    source: str | None  # how to load it again: a built-in name or file.py[:name]
     strategy: str
     options: dict[str, Any]  # the strategy's, as far as they differ from its defaults
     world: str

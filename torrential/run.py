@@ -64,17 +64,24 @@ def train(
     seed: int = 0,
     device: str = "auto",
     out: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     **options: Any,
 ) -> TrainResult:
     """Train a task with a strategy on this machine's processes; blocks until it is done.
 
+    With `resume` a run's directory, go on with that run; everything but the task is taken from there.
+
     `options` are the strategy's and the world's, as after `--set`: `transport="tcp"`, `restart=True`, ...
     """
     launch = Launch()
     try:
+        loaded = load_task(task) if isinstance(task, str) else task
+        if resume is not None:
+            return execute(prepare_resume(Path(resume), loaded), launch, lambda j: _listener(j, progress))
         asked = Request(
-            task=load_task(task) if isinstance(task, str) else task,
+            task=loaded,
+            source=task if isinstance(task, str) else None,
             strategy=strategy if isinstance(strategy, str) else type(strategy).name,
             options=options | ({} if isinstance(strategy, str) else msgspec.structs.asdict(strategy)),
             workers=workers,
@@ -109,6 +116,7 @@ class Request:
     """What the user asked for, not yet checked."""
 
     task: Task
+    source: str | None = None
     strategy: str = "allreduce"
     options: dict[str, Any]
     workers: int = 1
@@ -144,6 +152,7 @@ def prepare(asked: Request, out: Path | None) -> Job:
     _try_once(task)
     config = RunConfig(
         task=task.name,
+        source=_lasting(asked.source),
         strategy=asked.strategy,
         options=msgspec.to_builtins(strategy),
         world="local",
@@ -177,9 +186,15 @@ def prepare(asked: Request, out: Path | None) -> Job:
 def prepare_resume(directory: Path, task: Task | None = None) -> Job:
     """A job that goes on from the last good checkpoint of a run."""
     manifest = records.read_manifest(directory)
-    config = msgspec.convert(manifest.config, RunConfig)
+    try:
+        config = msgspec.convert(manifest.config, RunConfig)
+    except msgspec.ValidationError as error:
+        path = directory / records.MANIFEST
+        raise BadInput(f"{path} is damaged ({error}); take it from a copy, or start a new run") from error
     if task is None:
-        task = load_task(config.task)
+        if config.source is None:
+            raise BadInput(f"the task of {directory} was made in a program; go on with tt.train(task, resume=...)")
+        task = load_task(config.source)
     task = replace(
         with_validation(task, config.seed),
         batch_size=config.batch_size,
@@ -310,6 +325,11 @@ def _split_options(name: str, options: dict[str, Any]) -> tuple[Strategy, Settin
     return strategy, settings
 
 
+def _lasting(source: str | None) -> str | None:
+    """A task's source that still holds in another working directory."""
+    return str(Path(source).absolute()) if source and ".py" in source else source
+
+
 def _device(asked: str) -> str:
     if asked not in ("auto", "cpu", "cuda"):
         raise BadInput(f"no device {asked!r}; use auto, cpu or cuda")
@@ -323,7 +343,12 @@ def _try_once(task: Task) -> None:
     """Run one sample through model and loss, so that what does not fit together is known before anything starts."""
     from torrential.data.batches import Batches
 
-    inputs, targets = Batches(task.train).fetch(torch.arange(min(2, len(task.train))))  # type: ignore[arg-type]
+    try:
+        inputs, targets = Batches(task.train).fetch(torch.arange(min(2, len(task.train))))  # type: ignore[arg-type]
+    except BadInput:
+        raise
+    except Exception as error:
+        raise TaskFailed(f"the task's train set cannot be read: {type(error).__name__}: {error}") from error
     try:
         model = task.model()
         if not any(p.requires_grad for p in model.parameters()):

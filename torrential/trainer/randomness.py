@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 
 import numpy as np
@@ -10,10 +11,10 @@ import torch
 
 def seed_all(device: torch.device, seed: int, *position: int) -> None:
     """Seed every generator that user code may draw from."""
-    words = np.random.SeedSequence([seed, *position]).generate_state(2, np.uint64)
-    value = int(words[0] >> np.uint64(1))
+    digest = hashlib.blake2b(repr((seed, position)).encode(), digest_size=8).digest()
+    value = int.from_bytes(digest, "little") >> 1
     random.seed(value)
-    np.random.seed(int(words[1] & np.uint64(0xFFFFFFFF)))
+    np.random.seed(value & 0xFFFFFFFF)
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
         torch.cuda.manual_seed(value)

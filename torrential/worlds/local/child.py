@@ -22,20 +22,19 @@ from torrential.worlds.local.outlet import LocalOutlet
 if TYPE_CHECKING:
     from torrential.worlds.local.nursery import Spawn
 
-CONNECT_SECONDS = 30.0
+CONNECT_SECONDS = 150.0
 
 
 def main(spawn: Spawn) -> int:
     messenger = None
-    job: Job = _open(spawn)
-    settings = job.config.settings
-    if spawn.role == "worker" and settings.transport != "shared":
-        mine = "tcp:127.0.0.1:0" if settings.transport == "tcp" else f"{spawn.address}-{spawn.rank}-{spawn.life}"
+    if spawn.role == "worker" and spawn.transport != "shared":
+        mine = "tcp:127.0.0.1:0" if spawn.transport == "tcp" else f"{spawn.address}-{spawn.rank}-{spawn.life}"
         messenger = Messenger(spawn.rank, spawn.life, mine, spawn.token)
     hello = m.Hello(spawn.role, spawn.rank, spawn.life, os.getpid(), messenger.address if messenger else "")
     link = Link(spawn.address, spawn.token, hello, CONNECT_SECONDS)
     worker: Worker | None = None
     try:
+        job = _open(spawn)
         if spawn.role == "observer":
             observe(job, link)
         else:

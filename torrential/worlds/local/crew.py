@@ -60,9 +60,9 @@ class Report:
 
 
 class Crew:
-    def __init__(self, nursery: socket.socket, parcel: tuple[int, int]) -> None:
+    def __init__(self, nursery: socket.socket, parcel: tuple[int, int], transport: str) -> None:
         self._nursery: wire.Connection[Message] = wire.Connection(nursery, Message)
-        self._parcel = parcel
+        self._parcel, self._transport = parcel, transport
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._listener, self._address = wire.listen(f"unix:@torrential-{secrets.token_hex(8)}")
         self.reports: queue.SimpleQueue[Report | Ended | None] = queue.SimpleQueue()
@@ -74,7 +74,9 @@ class Crew:
         member = Member(role, rank, life)
         self._expected[(role, rank, life)] = member
         try:
-            self._nursery.send(Spawn(role, rank, life, self._address, self._token, (os.getpid(), *self._parcel)))
+            self._nursery.send(
+                Spawn(role, rank, life, self._address, self._token, (os.getpid(), *self._parcel), self._transport)
+            )
         except wire.Closed as error:
             raise RunFailed("the process that starts workers is gone; run again, or go on with --resume") from error
         return member

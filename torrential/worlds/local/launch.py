@@ -24,12 +24,15 @@ class Launch:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
         theirs.close()
+        self.used = False  # whether it was asked for a child
 
     def close(self) -> None:
         """End it, and with it every process it has forked. Safe to call twice."""
         with contextlib.suppress(OSError):  # it was quicker
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
+        if not self.used:
+            self._process.kill()  # it may still be loading
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -31,6 +31,7 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
     address: str  # of the supervisor
     token: bytes
     parcel: tuple[int, int, int]  # the supervisor's pid, and two of its descriptors
+    transport: str
 
 
 class Born(msgspec.Struct, frozen=True, tag=True):

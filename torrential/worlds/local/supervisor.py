@@ -45,9 +45,10 @@ class LocalWorld:
         self._launch = launch or Launch()
 
     def run(self, job: Job, write: Callable[[Record], None], listener: Listener) -> None:
+        self._launch.used = True
         registry = Registry()
         parcel = shipping.pack(job)
-        crew = Crew(self._launch.socket, parcel.fds)
+        crew = Crew(self._launch.socket, parcel.fds, job.config.settings.transport)
         try:
             _Run(job, crew, registry, write, listener).supervise()
         finally:
@@ -269,12 +270,18 @@ class _Run:
         self._observer = self._crew.spawn("observer", -1, member.life + 1)
 
     def _ended(self, pid: int, status: int) -> None:
-        """A process has ended; that matters here only if it never said hello."""
-        for member in [*self._starting.values(), *([self._observer] if self._observer else [])]:
+        """A process has ended. Connections tell of those that had said hello; here come those that never did."""
+        if self._observer is not None and self._observer.pid == pid and self._observer.connection is None:
+            return self._observer_gone(self._observer)
+        for rank, member in list(self._starting.items()):
             if member.pid == pid and member.connection is None:
-                raise WorkerFailed(
-                    f"{member.name} ended while starting (exit status {status}); see above for its error"
-                )
+                del self._starting[rank]
+                self._listener.worker_state(rank, "lost")
+                self._event("worker_lost", rank, f"while starting (exit status {status})")
+                if not self._workers and not self._starting:
+                    raise WorkerFailed(f"no worker came up; {member.name} ended with status {status}")
+                if self._generation or not self._starting:
+                    self._regroup()
 
     def _suspect(self, member: Member, message: m.Suspect, _: list[Tensor]) -> None:
         accused = self._workers.get(message.rank)
@@ -335,7 +342,9 @@ class _Run:
     def _raise(self, member: Member, said: m.Failed) -> None:
         at = "" if said.step is None else f" at step {said.step}"
         if said.user_fault:
-            raise RunFailed(f"{said.error.partition(': ')[2]} ({member.name}{at}); {self._last_good()}")
+            kind, _, text = said.error.partition(": ")
+            who = f"{member.name}{at}: " if kind == "WaitedTooLong" else ""  # other messages name whom they concern
+            raise RunFailed(f"{who}{text}; {self._last_good()}")
         raise WorkerFailed(f"{member.name} failed{at}: {said.error}\n{said.trace}{self._last_good()}")
 
     def _last_good(self) -> str:

@@ -1,0 +1,475 @@
+"""Whatever is wrong, the user sees one clear message with the offending value in it, and nothing is left behind.
+
+Exit codes: 2 for what cannot be used, 1 for a task or a run that failed. What is refused before a process is needed
+runs through `main` in this process, with a launch that starts nothing and lets nothing be started; a few of those,
+and every run that fails after its start, go through a command of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import pytest
+import torch
+
+from torrential import checkpoint as checkpoints
+from torrential import cli, records
+from torrential.data.deal import Deal
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+HEAD = """
+import os, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+import torrential as tt
+
+SAMPLES, BATCH = 48, 4
+inputs = torch.arange(1.0, SAMPLES + 1).repeat(3, 1).t() / SAMPLES
+targets = torch.arange(SAMPLES) % 2
+data = TensorDataset(inputs, targets)
+
+def make(**changes):
+    given = dict(model=lambda: nn.Linear(3, 2), loss=F.cross_entropy, train=data, test=data, validation=data,
+                 optimizer=tt.optimizer("sgd", lr=0.01), batch_size=BATCH, epochs=3)
+    return tt.Task(**given | changes)
+"""
+SAMPLES, BATCH = 48, 4
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+class NothingStarts:
+    """Stands in for the launch where nothing may be launched."""
+
+    def close(self) -> None: ...
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AssertionError(f"bad input has come as far as the world (launch.{name})")
+
+
+@pytest.fixture
+def main_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ended]]:
+    """The command line's `main` in this process."""
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a task's file puts its directory there
+
+    def main(*args: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["torrential", *map(str, args)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        streams = capfd.readouterr()
+        return Ended(int(ended.value.code or 0), streams.out, streams.err)
+
+    yield main
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def refused(main_here: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The message with which a command is refused, before anything has started."""
+    monkeypatch.setattr(cli, "Launch", NothingStarts)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def refuse(*args: object, code: int = 2) -> str:
+        return one_message(main_here(*args), code, only=True)
+
+    return refuse
+
+
+def one_message(ended: Ended | subprocess.CompletedProcess[str], code: int, only: bool = False) -> str:
+    """The one error on standard error; `only`: there is nothing else there."""
+    if isinstance(ended, subprocess.CompletedProcess):
+        ended = Ended(ended.returncode, ended.stdout, ended.stderr)
+    assert ended.code == code, ended
+    assert ended.out == ""
+    assert "Traceback" not in ended.err
+    before, found, message = ended.err.partition("error: ")
+    assert found and "\nerror: " not in message, ended.err
+    assert not (before if only else before.rpartition("\n")[2]), ended.err
+    return message
+
+
+def write(directory: Path, text: str, name: str = "mine.py") -> Path:
+    path = directory / name
+    path.write_text(text)
+    return path
+
+
+def line_of(text: str, words: str) -> int:
+    (number,) = (number for number, line in enumerate(text.splitlines(), start=1) if words in line)
+    return number
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("args", "kind", "given", "nearest"),
+    [
+        (("digitz",), "task", "digitz", "digits"),
+        (("digits", "--strategy", "allreduc"), "strategy", "allreduc", "allreduce"),
+        (("digits", "--set", "acumulate=2"), "option", "acumulate", "accumulate"),
+        (("digits", "--set", "transprot=tcp"), "option", "transprot", "transport"),
+    ],
+)
+def test_unknown_names_come_with_the_nearest(
+    args: tuple[str, ...], kind: str, given: str, nearest: str, refused: Callable[..., str]
+) -> None:
+    message = refused("train", *args)
+    assert message.startswith(f"no {kind} named {given!r}; did you mean {nearest!r}?")
+
+
+def test_an_unknown_flag(refused: Callable[..., str]) -> None:
+    message = refused("train", "digits", "--worker", "2")
+    assert "--worker" in message and "--workers" in message
+
+
+def test_a_name_like_nothing_we_have_comes_with_all_names(refused: Callable[..., str]) -> None:
+    message = refused("train", "xyzzy")
+    assert "'xyzzy'" in message and "digits-mlp" in message and "fashion" in message
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("value", [0, -3])
+@pytest.mark.parametrize("name", ["workers", "epochs", "steps", "batch-size"])
+def test_counts_below_one(name: str, value: int, refused: Callable[..., str], tmp_path: Path) -> None:
+    message = refused("train", "digits", f"--{name}", value, "--out", tmp_path / "out")
+    assert name in message.replace("_", "-") and str(value) in message and "at least 1" in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--workers", "many"), ("--workers", "many")),
+        (("--lr", "0"), ("learning rate", "0")),
+        (("--lr", "nan"), ("learning rate", "nan")),
+        (("--target", "nan"), ("target", "nan")),
+        (("--set", "accumulate=0"), ("accumulate", "0")),
+        (("--set", "transport=pigeon"), ("transport", "pigeon")),
+        (("--set", "threads=-1"), ("threads", "-1")),
+        (("--set", "timeout=soon"), ("timeout", "soon")),
+        (("--set", "algorithm=shared", "--set", "transport=tcp"), ("algorithm=shared", "transport=tcp")),
+        (("--set", "accumulate"), ("--set", "name=value", "'accumulate'")),
+        (("--set", "=2"), ("--set", "name=value", "'=2'")),
+        (("--device", "tpu"), ("'tpu'", "cuda")),
+        (("--device", "cuda"), ("--device cuda", "no usable GPU")),
+        (("--workers", "5000"), ("workers: 5000", "samples: 1350", "--workers 1350")),
+    ],
+)
+def test_values_that_cannot_be_used(
+    args: tuple[str, ...], words: tuple[str, ...], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    message = refused("train", "digits", *args, "--out", tmp_path / "out")
+    assert [word for word in words if word not in message] == [], message
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_task_at_all(refused: Callable[..., str]) -> None:
+    assert "which task" in refused("train")
+
+
+# -- task files -------------------------------------------------------------------------------------------------------
+def test_a_task_file_that_raises_shows_its_own_traceback_alone(run_cli: Cli, tmp_path: Path) -> None:
+    path = write(tmp_path, "def build():\n    return 1 / 0\n\nvalue = build()\n")
+    message = one_message(run_cli("train", path), 1, only=True)
+    lines = [line for line in message.splitlines() if line.strip("~^ ")]  # newer Pythons underline
+    assert lines == [
+        f"{path} failed:",
+        f'  File "{path}", line 4, in <module>',
+        "    value = build()",
+        f'  File "{path}", line 2, in build',
+        "    return 1 / 0",
+        "ZeroDivisionError: division by zero",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("import numpyy\n", 1, ("ModuleNotFoundError", "numpyy", "line 1")),
+        ("task = (\n", 1, ("SyntaxError", "line 1")),
+        ("x = 1\n", 2, ("holds no Task", "mine.py:NAME")),
+        ("task = 7\n", 2, ("int", "not a Task")),
+        (f"{HEAD}task = make(batch_size=0)\n", 2, ("mine.py:", "batch_size", "0")),
+        (f"{HEAD}task = make(model=lambda: nn.Linear(5, 2))\n", 1, ("inputs (2, 3)", "targets (2,)", "shapes")),
+        (
+            f"{HEAD}task = make(train=TensorDataset(inputs, torch.rand(48, 5)))\n",
+            1,
+            ("inputs (2, 3)", "targets (2, 5)"),
+        ),
+        (f"{HEAD}task = make(loss=lambda a, b: a.sum(1))\n", 1, ("one number", "tensor")),
+        (f"{HEAD}task = make(train=data.tensors[0])\n", 2, ("pairs", "Tensor")),
+    ],
+    ids=["import", "syntax", "empty", "no task", "count", "inputs", "targets", "loss", "items"],
+)
+def test_task_files_that_do_not_work(
+    text: str, code: int, words: tuple[str, ...], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    message = refused("train", write(tmp_path, text), "--out", tmp_path / "out", code=code)
+    assert [word for word in words if word not in message] == [], message
+    assert not (tmp_path / "out").exists()
+
+
+RAISING_ITEMS = f"""{HEAD}
+class Broken(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        raise RuntimeError(f"cannot decode image-{{index}}.png")
+
+task = make(train=Broken())
+"""
+
+
+def test_a_data_set_that_raises(refused: Callable[..., str], tmp_path: Path) -> None:
+    message = refused("train", write(tmp_path, RAISING_ITEMS), "--out", tmp_path / "out", code=1)
+    assert "RuntimeError: cannot decode image-0.png" in message
+
+
+def test_a_task_file_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert str(tmp_path / "none.py") in refused("train", tmp_path / "none.py")
+
+
+# -- directories ------------------------------------------------------------------------------------------------------
+def test_an_out_that_exists_is_refused_and_left_as_it_is(run_cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    write(out, "precious", "notes.txt")
+    message = one_message(run_cli("train", "digits", "--out", out), 2, only=True)
+    assert str(out) in message and f"--resume {out}" in message
+    assert {p.name: p.read_text() for p in out.iterdir()} == {"notes.txt": "precious"}
+
+
+def test_directories_that_cannot_be_written(refused: Callable[..., str], tmp_path: Path) -> None:
+    """Root may write anywhere but below a file, and in /proc."""
+    write(tmp_path, "", "file")
+    for out in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/torrential-run")):
+        message = refused("train", "digits", "--out", out)
+        assert str(out) in message and "--out" in message
+
+
+def finished_run(directory: Path, **config: Any) -> Path:
+    """A directory as a finished run leaves it, as far as --resume looks at it."""
+    given = dict(
+        task="digits", source="digits", strategy="allreduce", options={}, world="local", workers=1, servers=0,
+        epochs=1, steps=None, target=None, batch_size=32, lr=0.05, optimizer={}, seed=0, device="cpu", settings={},
+    )  # fmt: skip
+    directory.mkdir()
+    records.write_manifest(
+        directory,
+        records.Manifest(
+            torrential="0.1.0", config=given | config, versions={}, hardware={}, seed=0, created="", command=[]
+        ),
+    )
+    summary = records.Summary(
+        task="digits", strategy="allreduce", world="local", workers=1, servers=0, seed=0, steps=1, samples=32,
+        seconds=1.0, metric="accuracy", value=0.5, target=None, reached=None, time_to_target=None, bytes_sent=0,
+        staleness_mean=0.0, staleness_max=0, events=0, out=str(directory),
+    )  # fmt: skip
+    with records.RecordWriter(directory / records.RECORDS) as writer:
+        writer.write(summary)
+    return directory
+
+
+def test_resuming_what_is_not_there_or_finished(refused: Callable[..., str], tmp_path: Path) -> None:
+    missing, empty = tmp_path / "missing", tmp_path / "empty"
+    empty.mkdir()
+    for directory in (missing, empty):
+        message = refused("train", "--resume", directory)
+        assert str(directory) in message and "is no run" in message
+    assert not missing.exists()
+    done = finished_run(tmp_path / "done")
+    before = (done / records.RECORDS).read_bytes()
+    message = refused("train", "--resume", done)
+    assert str(done) in message and "finished" in message
+    assert (done / records.RECORDS).read_bytes() == before
+
+
+def test_a_damaged_manifest(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = finished_run(tmp_path / "run") / records.MANIFEST
+    whole = path.read_bytes()
+    plain = msgspec.json.decode(whole)
+    for content in (
+        b"",
+        b"\xff\xfe garbage",
+        whole[: len(whole) // 2],
+        msgspec.json.encode(plain | {"config": {}}),
+        msgspec.json.encode(plain | {"config": plain["config"] | {"workers": "two"}}),
+    ):
+        path.write_bytes(content)
+        message = refused("train", "--resume", path.parent)
+        assert str(path) in message and "damaged" in message
+
+
+def test_damaged_checkpoints(refused: Callable[..., str], tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run")
+    (run / records.RECORDS).unlink()
+    broken = run / "checkpoints" / "step-00000010"
+    broken.mkdir(parents=True)
+    write(broken, "{}", checkpoints.STATE)
+    message = refused("train", "--resume", run, code=1)
+    assert str(broken) in message and "state.json" in message
+
+
+def test_resuming_without_what_the_task_came_from(refused: Callable[..., str], tmp_path: Path) -> None:
+    gone = tmp_path / "gone.py"
+    run = finished_run(tmp_path / "moved", source=str(gone))
+    assert str(gone) in refused("train", "--resume", run)
+    run = finished_run(tmp_path / "script", source=None)
+    message = refused("train", "--resume", run)
+    assert str(run) in message and "resume=" in message
+
+
+def test_resuming_with_other_options(refused: Callable[..., str], tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run")
+    message = refused("train", "--resume", run, "--lr", "0.1", "--set", "restart=true")
+    assert "--lr" in message and "--set" in message
+
+
+# -- runs that fail after they have started ---------------------------------------------------------------------------
+SENTINEL = 26  # the sample that is special; its turn comes to worker 1
+
+FAILING = f"""{HEAD}
+class Picky(nn.Linear):
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled() and (x[:, 0] == inputs[{SENTINEL}, 0]).any():
+            raise ValueError("met the sample {SENTINEL}")
+        return super().forward(x)
+
+task = make(model=lambda: Picky(3, 2))
+"""
+
+
+def place_of(sample: int, epoch: int = 0) -> tuple[int, int]:
+    """The step and the worker, of two, at which a sample's turn comes; steps count from 1."""
+    deal, step = Deal(SAMPLES, 0, epoch), SAMPLES // (2 * BATCH) * epoch
+    while True:
+        step += 1
+        for worker in (0, 1):
+            if sample in deal.share(worker, 2, BATCH).indices.tolist():
+                return step, worker
+        deal.advance(2 * BATCH)
+
+
+def train_two(run_cli: Cli, task: Path, out: Path, *more: object, **keywords: Any) -> subprocess.CompletedProcess[str]:
+    return run_cli("train", task, "--workers", 2, "--device", "cpu", "--out", out, *more, **keywords)
+
+
+def test_a_model_that_fails_in_one_worker_only(run_cli: Cli, tmp_path: Path) -> None:
+    path = write(tmp_path, FAILING)
+    message = one_message(train_two(run_cli, path, tmp_path / "out"), 1)
+    step, worker = place_of(SENTINEL)
+    assert message.startswith(f"worker {worker} failed at step {step}: ValueError: met the sample {SENTINEL}\n")
+    assert f'File "{path}", line {line_of(FAILING, "raise ValueError")}, in forward' in message
+    assert "site-packages" not in message and "torrential/" not in message
+
+
+EPOCH_STEPS = SAMPLES // (2 * BATCH)
+
+TURNING_NAN = f"""{HEAD}
+SAVED = Path(os.environ["SAVED"])
+
+class Unsteady(nn.Linear):
+    steps = 0
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        if self.training and torch.is_grad_enabled():
+            self.steps += 1
+            if self.steps > {EPOCH_STEPS} and (x[:, 0] == inputs[{SENTINEL}, 0]).any():
+                while not SAVED.exists():
+                    time.sleep(0.01)
+                return outputs * float("nan")
+        return outputs
+
+task = make(model=lambda: Unsteady(3, 2))
+"""
+
+
+def test_a_loss_that_turns_nan(run_cli: Cli, tmp_path: Path) -> None:
+    """The second time the sample comes, and not before the first epoch's checkpoint is there."""
+    out = tmp_path / "out"
+    last_good = out / "checkpoints" / f"step-{EPOCH_STEPS:08d}"
+    path = write(tmp_path, TURNING_NAN)
+    message = one_message(train_two(run_cli, path, out, env={"SAVED": str(last_good)}), 1)
+    step, worker = place_of(SENTINEL, epoch=1)
+    assert "nan" in message
+    assert f"worker {worker}" in message and f"worker {1 - worker}" not in message
+    assert f"step {step}" in message
+    assert str(last_good) in message
+    assert checkpoints.load(last_good).step == EPOCH_STEPS
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """A directory with little space behind it, and what to give to a process that shall find it so.
+
+    A small file system where we may mount one; elsewhere a limit on the size of files, which one worker's shared
+    buffers stay below and the optimizer's file does not.
+    """
+    directory = tmp_path / "small"
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1300k", "torrential-test", str(directory)]
+    mounted = shutil.which("mount") is not None and subprocess.run(mount, capture_output=True).returncode == 0
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (750_000, 750_000))  # noqa: E731
+    yield directory, {} if mounted else {"preexec_fn": limit}
+    if mounted:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+WIDE = f"""{HEAD}
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 20_000), nn.Linear(20_000, 2)  # 480 kB, and twice that for Adam
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+task = make(model=Wide, optimizer=tt.optimizer("adam", lr=1e-4))
+"""
+
+
+def test_a_full_disk(run_cli: Cli, full_disk: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    directory, limits = full_disk
+    out = directory / "run"
+    ended = run_cli("train", write(tmp_path, WIDE), "--device", "cpu", "--out", out, **limits)
+    message = one_message(ended, 1)
+    assert str(out) in message
+    assert ("no room" in message and "bytes" in message) or "File too large" in message
+    assert "--resume" in message
+    assert list((out / "checkpoints").iterdir()) == []  # nothing half-written
+
+
+def test_too_little_shared_memory(
+    main_here: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("torrential.worlds.local.registry.available_memory", lambda: 200_000)
+    ended = main_here("train", "digits", "--workers", 2, "--device", "cpu", "--out", tmp_path / "out")
+    message = one_message(ended, 1)
+    assert "too little memory" in message and "200,000" in message and "fewer workers" in message

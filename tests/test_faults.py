@@ -1,0 +1,378 @@
+"""Real processes, really killed: a run goes on, or can be resumed, whatever is taken from it and whenever."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from torrential.records import Evaluation, Event, Record, Step, Summary, read_records
+
+pytestmark = pytest.mark.timeout(120)
+
+SAMPLES = 1350  # of digits, for training
+ROOT = Path(__file__).parents[1]
+
+
+class Run:
+    """`torrential train ...` as a process, and what can be seen of it from outside."""
+
+    def __init__(self, out: Path, *args: str) -> None:
+        self.out = out
+        command = [sys.executable, "-m", "torrential", "train", *args]
+        self.log = open(out.with_suffix(".log"), "a+")  # noqa: SIM115 (closed by end)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        )
+
+    def roles(self) -> dict[str, psutil.Process]:
+        """By the name that each process has given itself: tt-worker-0, tt-observer, ..."""
+        found = {}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                    name = Path(f"/proc/{process.pid}/comm").read_text().strip()
+                    if name.startswith("tt-") and process.status() != psutil.STATUS_ZOMBIE:
+                        found[name] = process
+        return found
+
+    def records(self) -> list[Record]:
+        path = self.out / "records.jsonl"
+        return read_records(path) if path.exists() else []
+
+    def steps(self) -> int:
+        return max((r.step for r in self.records() if isinstance(r, Step)), default=0)
+
+    def events(self, name: str) -> list[Event]:
+        return [r for r in self.records() if isinstance(r, Event) and r.event == name]
+
+    def until(self, condition: Callable[[], Any], what: str, seconds: float = 40) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.said()}"
+            assert time.monotonic() < deadline, f"no {what} within {seconds} s:\n{self.said()}"
+            time.sleep(0.01)
+
+    def until_training(self, step: int = 1) -> None:
+        self.until(lambda: self.steps() >= step, f"step {step}")
+
+    def kill(self, role: str, sig: int = signal.SIGKILL) -> None:
+        self.roles()[role].send_signal(sig)
+
+    def wait(self, seconds: float = 60) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {seconds} s:\n{self.said()}", pytrace=False)
+
+    def said(self) -> str:
+        return self.out.with_suffix(".log").read_text()
+
+    def end(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self.process.pid)
+            for process in [*root.children(recursive=True), root]:
+                process.kill()
+        self.process.wait()
+        self.log.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(*args: object, name: str = "run", resume: bool = False) -> Run:
+        out = tmp_path / name
+        where = ["--resume", str(out)] if resume else ["--out", str(out)]
+        runs.append(Run(out, *map(str, args), *where))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.end()
+
+
+def check_complete(run: Run, epochs: int, value: float = 0.9) -> Summary:
+    """It ended well: every sample of every epoch was used once, and every epoch was evaluated once."""
+    assert run.wait() == 0, run.said()
+    records = run.records()
+    check_no_duplicates(records)
+    evaluations = [r for r in records if isinstance(r, Evaluation)]
+    assert [e.samples for e in evaluations] == [*(SAMPLES * (i + 1) for i in range(epochs)), SAMPLES * epochs]
+    assert [e.split for e in evaluations] == ["validation"] * epochs + ["test"]
+    summary = records[-1]
+    assert isinstance(summary, Summary)
+    assert summary.samples == epochs * SAMPLES
+    assert summary.value is not None and summary.value >= value
+    return summary
+
+
+def check_no_duplicates(records: list[Record]) -> None:
+    seen = collections.Counter[tuple[object, ...]]()
+    for record in records:
+        if isinstance(record, Step):
+            seen["step", record.worker, record.step] += 1
+        elif isinstance(record, Evaluation):
+            seen["evaluation", record.split, record.step] += 1
+        elif isinstance(record, Summary):
+            seen["summary"] += 1
+    assert not [key for key, count in seen.items() if count > 1]
+
+
+def checkpoints(run: Run) -> dict[str, bytes]:
+    root = run.out / "checkpoints"
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+# -- a worker dies ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("case", "task", "workers", "options"),
+    [
+        (0, "digits-mlp", 2, ["transport=shared"]),
+        (1, "digits", 3, ["transport=shared"]),
+        (2, "digits-mlp", 2, ["transport=tcp"]),
+        (3, "digits", 3, ["transport=unix"]),
+        (4, "digits-mlp", 2, ["algorithm=native"]),
+    ],
+)
+def test_a_killed_worker_costs_nothing_but_its_hands(
+    start: Callable[..., Run], case: int, task: str, workers: int, options: list[str]
+) -> None:
+    moment = random.Random(case)
+    epochs = 30 if task == "digits-mlp" else 6
+    sets = [word for option in options for word in ("--set", option)]
+    run = start(task, "--workers", workers, "--epochs", epochs, *sets)
+    run.until_training(moment.randrange(1, 40))
+    time.sleep(moment.random() * 0.1)
+    victim = moment.randrange(workers)
+    run.kill(f"tt-worker-{victim}")
+    check_complete(run, epochs)
+    assert [e.worker for e in run.events("worker_lost")] == [victim]
+    others = ", ".join(str(r) for r in range(workers) if r != victim)
+    assert [e.detail for e in run.events("regrouped")] == [f"workers {others}"]
+
+
+def test_workers_may_die_until_one_is_left(start: Callable[..., Run]) -> None:
+    run = start("digits", "--workers", 3, "--epochs", 6)
+    run.until_training(2)
+    run.kill("tt-worker-0")
+    run.until(lambda: run.events("regrouped"), "regrouping")
+    run.kill("tt-worker-2")
+    check_complete(run, 6)
+    assert [e.worker for e in run.events("worker_lost")] == [0, 2]
+    assert run.events("regrouped")[-1].detail == "workers 1"
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_a_replacement_joins_at_a_step_boundary(start: Callable[..., Run], transport: str) -> None:
+    run = start("digits-mlp", "--workers", 2, "--epochs", 40, "--set", f"transport={transport}", "--set", "restart=true")
+    run.until_training(20)
+    run.kill("tt-worker-0")
+    check_complete(run, 40)
+    assert [e.worker for e in run.events("worker_lost")] == [0]
+    assert [e.worker for e in run.events("worker_joined")] == [0]
+    assert run.events("regrouped")[-1].detail == "workers 0, 1"
+    joined = run.events("worker_joined")[0].step
+    assert joined is not None
+    late = {r.worker for r in run.records() if isinstance(r, Step) and r.step > joined + 1}
+    assert late == {0, 1}
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_a_hung_worker_is_named_and_ended(start: Callable[..., Run], transport: str) -> None:
+    run = start("digits-mlp", "--workers", 2, "--epochs", 10, "--set", "timeout=1", "--set", f"transport={transport}")
+    run.until_training(5)
+    run.kill("tt-worker-1", signal.SIGSTOP)
+    check_complete(run, 10)
+    assert [e.worker for e in run.events("worker_hung")] == [1]
+    assert "worker 0 waited" in run.events("worker_hung")[0].detail
+    assert [e.worker for e in run.events("worker_lost")] == [1]
+
+
+SELF_KILLER = '''
+import os, signal, time
+from pathlib import Path
+import torch
+from torch import nn
+import torch.nn.functional as F
+import torrential as tt
+
+digits = tt.load_task("digits-mlp")
+HERE = Path(__file__).parent
+
+
+class Fragile(nn.Module):
+    """Worker 0 dies while it takes the snapshot of a given epoch: the others have left that step behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, images):
+        if self.training:
+            self.seen += len(images)
+        return self.layer(images.flatten(1))
+
+    def named_buffers(self, *args, **kwargs):
+        about = self.training and int(self.seen) >= {samples}
+        if about and Path("/proc/self/comm").read_text().strip() == "tt-worker-0":
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().named_buffers(*args, **kwargs)
+
+
+task = tt.Task(
+    name="fragile", model=Fragile, loss=F.cross_entropy, train=digits.train, validation=digits.validation,
+    test=digits.test, optimizer=tt.optimizer("sgd", lr=0.05, momentum=0.9), batch_size=32, epochs=3,
+)
+'''
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_an_evaluation_is_not_lost_with_the_worker_that_was_to_hand_it_over(
+    start: Callable[..., Run], tmp_path: Path, epoch: int
+) -> None:
+    """The first member gives the snapshot; whoever is first after its death must give it again, the last one too."""
+    file = tmp_path / "fragile.py"
+    file.write_text(SELF_KILLER.replace("{samples}", str(SAMPLES * epoch // 2)))
+    run = start(file, "--workers", 2)
+    check_complete(run, 3, value=0.8)
+    assert [e.worker for e in run.events("worker_lost")] == [0]
+
+
+# -- somebody else dies -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("task", ["digits", "digits-mlp"])
+def test_the_observer_may_die(start: Callable[..., Run], task: str) -> None:
+    epochs = 8 if task == "digits" else 30
+    run = start(task, "--workers", 2, "--epochs", epochs)
+    run.until_training(5)
+    run.kill("tt-observer")
+    check_complete(run, epochs)
+    assert len(run.events("observer_lost")) == 1 and not run.events("worker_lost")
+
+
+def test_the_observer_may_die_after_a_worker_has(start: Callable[..., Run]) -> None:
+    """Its successor must know that nothing more will come from that worker."""
+    run = start("digits", "--workers", 2, "--epochs", 8)
+    run.until_training(5)
+    run.kill("tt-worker-1")
+    run.until(lambda: run.events("regrouped"), "regrouping")
+    run.kill("tt-observer")
+    check_complete(run, 8)
+
+
+def test_the_observer_may_die_before_its_last_word(start: Callable[..., Run], tmp_path: Path) -> None:
+    """Between the last checkpoint and the test set's evaluation."""
+    file = tmp_path / "task.py"
+    file.write_text(
+        "import os, signal, torrential as tt\n"
+        "from dataclasses import replace\n"
+        "from pathlib import Path\n"
+        "digits = tt.load_task('digits-mlp')\n"
+        "once = Path(__file__).with_name('once')\n"
+        "def metric(outputs, targets):\n"
+        f"    if len(targets) == {len_of_test()} and not once.exists():\n"
+        "        once.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return tt.accuracy(outputs, targets)\n"
+        "task = replace(digits, metric=metric)\n"
+    )
+    run = start(file, "--workers", 2, "--epochs", 10)
+    check_complete(run, 10)
+    assert len(run.events("observer_lost")) == 1
+
+
+def len_of_test() -> int:
+    return 297
+
+
+@pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_ends_everything_and_says_how_to_go_on(start: Callable[..., Run], sig: int, code: int) -> None:
+    run = start("digits-mlp", "--workers", 2, "--epochs", 1000)
+    run.until_training(30)
+    run.process.send_signal(sig)
+    assert run.wait(5) == code, run.said()
+    assert f"torrential train --resume {run.out}" in run.said()
+    assert "Traceback" not in run.said()
+
+
+def test_nothing_outlives_a_killed_supervisor(start: Callable[..., Run]) -> None:
+    run = start("digits-mlp", "--workers", 2, "--epochs", 1000)
+    run.until_training(10)
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    assert len(family) == 4  # nursery, two workers, observer
+    run.process.kill()
+    _, alive = psutil.wait_procs(family, timeout=3)
+    assert not alive
+
+
+# -- everything dies ----------------------------------------------------------------------------------------------
+RESUMABLE = {"digits": 6, "digits-mlp": 25}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, bytes]]:
+    """The checkpoints that a run leaves when nobody disturbs it."""
+    done: dict[str, dict[str, bytes]] = {}
+
+    def get(task: str) -> dict[str, bytes]:
+        if task not in done:
+            out = tmp_path_factory.mktemp("whole") / task
+            run = Run(out, task, "--workers", "2", "--epochs", str(RESUMABLE[task]), "--out", str(out))
+            try:
+                check_complete(run, RESUMABLE[task])
+            finally:
+                run.end()
+            done[task] = checkpoints(run)
+        return done[task]
+
+    return get
+
+
+@pytest.mark.parametrize("task", RESUMABLE)
+def test_a_run_killed_again_and_again_ends_in_the_same_bytes(
+    start: Callable[..., Run], uninterrupted: Callable[[str], dict[str, bytes]], task: str
+) -> None:
+    epochs = RESUMABLE[task]
+    moment = random.Random(task)
+    run = start(task, "--workers", 2, "--epochs", epochs)
+    for fraction in (0.25, 0.6):
+        run.until_training(int(fraction * epochs * 22) + moment.randrange(10))
+        time.sleep(moment.random() * 0.1)
+        run.end()
+        run = start(resume=True)
+    check_complete(run, epochs)
+    assert checkpoints(run) == uninterrupted(task)
+    assert 1 <= len(run.events("resumed")) <= 2
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    start: Callable[..., Run], uninterrupted: Callable[[str], dict[str, bytes]]
+) -> None:
+    run = start("digits-mlp", "--workers", 2, "--epochs", RESUMABLE["digits-mlp"])
+    run.until(lambda: len(list(run.out.glob("checkpoints/step-*"))) == 2, "two checkpoints")
+    run.end()
+    older, newer = sorted(run.out.glob("checkpoints/step-*"))[-2:]
+    model = newer / "model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"?")
+    run = start(resume=True)
+    check_complete(run, RESUMABLE["digits-mlp"])
+    assert "skipped a damaged checkpoint" in run.said()
+    assert run.events("resumed")[0].step == int(older.name.removeprefix("step-"))
+    assert checkpoints(run) == uninterrupted("digits-mlp")
