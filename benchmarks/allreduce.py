@@ -6,8 +6,9 @@ python -m benchmarks.allreduce --workers 2,4 --sizes 100MB,10MB,1MB,4KB --rounds
     unix, tcp    each slice straight to its owner, over sockets
     gloo         torch.distributed
 
-One thread per process, with the malloc settings of torrential's workers (for Gloo too). A round times each carrier once, over as many repetitions as make sense for the size; the
-slowest member counts. Every carrier's sum is checked once at every size.
+One thread per process, with the malloc settings of torrential's workers (for Gloo too). A round times each carrier
+once, over as many repetitions as make sense for the size; the slowest member counts. Every carrier's sum is checked
+once at every size.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -185,7 +186,7 @@ def test_reduce_scatter_leaves_each_member_its_slice_of_the_sum(kind: str, membe
         bounds = [0, len(values) // 3, len(values) // 2, len(values)]
         return [
             Part(a, b, None if (rank + i) % 3 == 0 else torch.from_numpy(values[a:b].copy()))
-            for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for i, (a, b) in enumerate(pairwise(bounds))
         ]
 
     def flat(rank: int, numel: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from torrential.records import Evaluation, Event, Record, Step, Summary, read_re
 
 pytestmark = pytest.mark.timeout(120)
 
-SAMPLES = 1350  # of digits, for training
+SAMPLES, TESTED = 1350, 297  # of digits, for training and for the last word
 ROOT = Path(__file__).parents[1]
 
 
@@ -74,7 +74,7 @@ class Run:
     def kill(self, role: str, sig: int = signal.SIGKILL) -> None:
         self.roles()[role].send_signal(sig)
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = 30) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -144,17 +144,15 @@ def checkpoints(run: Run) -> dict[str, bytes]:
     ("case", "task", "workers", "options"),
     [
         (0, "digits-mlp", 2, ["transport=shared"]),
-        (1, "digits", 3, ["transport=shared"]),
-        (2, "digits-mlp", 2, ["transport=tcp"]),
-        (3, "digits", 3, ["transport=unix"]),
-        (4, "digits-mlp", 2, ["algorithm=native"]),
+        (1, "digits", 3, ["transport=tcp"]),
+        (2, "digits-mlp", 2, ["algorithm=native"]),
     ],
 )
 def test_a_killed_worker_costs_nothing_but_its_hands(
     start: Callable[..., Run], case: int, task: str, workers: int, options: list[str]
 ) -> None:
     moment = random.Random(case)
-    epochs = 30 if task == "digits-mlp" else 6
+    epochs = 20 if task == "digits-mlp" else 4
     sets = [word for option in options for word in ("--set", option)]
     run = start(task, "--workers", workers, "--epochs", epochs, *sets)
     run.until_training(moment.randrange(1, 40))
@@ -168,19 +166,21 @@ def test_a_killed_worker_costs_nothing_but_its_hands(
 
 
 def test_workers_may_die_until_one_is_left(start: Callable[..., Run]) -> None:
-    run = start("digits", "--workers", 3, "--epochs", 6)
+    run = start("digits", "--workers", 3, "--epochs", 4)
     run.until_training(2)
     run.kill("tt-worker-0")
     run.until(lambda: run.events("regrouped"), "regrouping")
     run.kill("tt-worker-2")
-    check_complete(run, 6)
+    check_complete(run, 4)
     assert [e.worker for e in run.events("worker_lost")] == [0, 2]
     assert run.events("regrouped")[-1].detail == "workers 1"
 
 
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
 def test_a_replacement_joins_at_a_step_boundary(start: Callable[..., Run], transport: str) -> None:
-    run = start("digits-mlp", "--workers", 2, "--epochs", 40, "--set", f"transport={transport}", "--set", "restart=true")
+    run = start(
+        "digits-mlp", "--workers", 2, "--epochs", 40, "--set", f"transport={transport}", "--set", "restart=true"
+    )
     run.until_training(20)
     run.kill("tt-worker-0")
     check_complete(run, 40)
@@ -193,9 +193,8 @@ def test_a_replacement_joins_at_a_step_boundary(start: Callable[..., Run], trans
     assert late == {0, 1}
 
 
-@pytest.mark.parametrize("transport", ["shared", "tcp"])
-def test_a_hung_worker_is_named_and_ended(start: Callable[..., Run], transport: str) -> None:
-    run = start("digits-mlp", "--workers", 2, "--epochs", 10, "--set", "timeout=1", "--set", f"transport={transport}")
+def test_a_hung_worker_is_named_and_ended(start: Callable[..., Run]) -> None:
+    run = start("digits-mlp", "--workers", 2, "--epochs", 10, "--set", "timeout=1")
     run.until_training(5)
     run.kill("tt-worker-1", signal.SIGSTOP)
     check_complete(run, 10)
@@ -244,26 +243,23 @@ task = tt.Task(
 '''
 
 
-@pytest.mark.parametrize("epoch", [1, 3])
 def test_an_evaluation_is_not_lost_with_the_worker_that_was_to_hand_it_over(
-    start: Callable[..., Run], tmp_path: Path, epoch: int
+    start: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """The first member gives the snapshot; whoever is first after its death must give it again, the last one too."""
+    """The first member gives the snapshot; whoever is first after its death must give it again. Here it is the last."""
     file = tmp_path / "fragile.py"
-    file.write_text(SELF_KILLER.replace("{samples}", str(SAMPLES * epoch // 2)))
+    file.write_text(SELF_KILLER.replace("{samples}", str(SAMPLES * 3 // 2)))
     run = start(file, "--workers", 2)
     check_complete(run, 3, value=0.8)
     assert [e.worker for e in run.events("worker_lost")] == [0]
 
 
 # -- somebody else dies -------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("task", ["digits", "digits-mlp"])
-def test_the_observer_may_die(start: Callable[..., Run], task: str) -> None:
-    epochs = 8 if task == "digits" else 30
-    run = start(task, "--workers", 2, "--epochs", epochs)
+def test_the_observer_may_die(start: Callable[..., Run]) -> None:
+    run = start("digits-mlp", "--workers", 2, "--epochs", 30)
     run.until_training(5)
     run.kill("tt-observer")
-    check_complete(run, epochs)
+    check_complete(run, 30)
     assert len(run.events("observer_lost")) == 1 and not run.events("worker_lost")
 
 
@@ -287,7 +283,7 @@ def test_the_observer_may_die_before_its_last_word(start: Callable[..., Run], tm
         "digits = tt.load_task('digits-mlp')\n"
         "once = Path(__file__).with_name('once')\n"
         "def metric(outputs, targets):\n"
-        f"    if len(targets) == {len_of_test()} and not once.exists():\n"
+        f"    if len(targets) == {TESTED} and not once.exists():\n"
         "        once.touch()\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return tt.accuracy(outputs, targets)\n"
@@ -296,10 +292,6 @@ def test_the_observer_may_die_before_its_last_word(start: Callable[..., Run], tm
     run = start(file, "--workers", 2, "--epochs", 10)
     check_complete(run, 10)
     assert len(run.events("observer_lost")) == 1
-
-
-def len_of_test() -> int:
-    return 297
 
 
 @pytest.mark.parametrize(("sig", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -323,56 +315,28 @@ def test_nothing_outlives_a_killed_supervisor(start: Callable[..., Run]) -> None
 
 
 # -- everything dies ----------------------------------------------------------------------------------------------
-RESUMABLE = {"digits": 6, "digits-mlp": 25}
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, bytes]]:
-    """The checkpoints that a run leaves when nobody disturbs it."""
-    done: dict[str, dict[str, bytes]] = {}
-
-    def get(task: str) -> dict[str, bytes]:
-        if task not in done:
-            out = tmp_path_factory.mktemp("whole") / task
-            run = Run(out, task, "--workers", "2", "--epochs", str(RESUMABLE[task]), "--out", str(out))
-            try:
-                check_complete(run, RESUMABLE[task])
-            finally:
-                run.end()
-            done[task] = checkpoints(run)
-        return done[task]
-
-    return get
-
-
-@pytest.mark.parametrize("task", RESUMABLE)
-def test_a_run_killed_again_and_again_ends_in_the_same_bytes(
-    start: Callable[..., Run], uninterrupted: Callable[[str], dict[str, bytes]], task: str
-) -> None:
-    epochs = RESUMABLE[task]
+@pytest.mark.parametrize(("task", "epochs"), [("digits", 5)])
+def test_a_run_killed_again_and_again_ends_in_the_same_bytes(start: Callable[..., Run], task: str, epochs: int) -> None:
+    """Killed twice, and the second time the newest checkpoint is damaged, too: the one before it must do."""
+    undisturbed = start(task, "--workers", 2, "--epochs", epochs, name="undisturbed")
+    check_complete(undisturbed, epochs)
     moment = random.Random(task)
     run = start(task, "--workers", 2, "--epochs", epochs)
-    for fraction in (0.25, 0.6):
-        run.until_training(int(fraction * epochs * 22) + moment.randrange(10))
-        time.sleep(moment.random() * 0.1)
-        run.end()
-        run = start(resume=True)
-    check_complete(run, epochs)
-    assert checkpoints(run) == uninterrupted(task)
-    assert 1 <= len(run.events("resumed")) <= 2
-
-
-def test_a_damaged_checkpoint_is_passed_over(
-    start: Callable[..., Run], uninterrupted: Callable[[str], dict[str, bytes]]
-) -> None:
-    run = start("digits-mlp", "--workers", 2, "--epochs", RESUMABLE["digits-mlp"])
-    run.until(lambda: len(list(run.out.glob("checkpoints/step-*"))) == 2, "two checkpoints")
+    run.until_training(25 + moment.randrange(10))
+    time.sleep(moment.random() * 0.1)
+    run.end()
+    run = start(resume=True)
+    run.until(lambda: evaluated(run) >= 3, "the third epoch's end")
     run.end()
     older, newer = sorted(run.out.glob("checkpoints/step-*"))[-2:]
     model = newer / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-1] + b"?")
     run = start(resume=True)
-    check_complete(run, RESUMABLE["digits-mlp"])
+    check_complete(run, epochs)
     assert "skipped a damaged checkpoint" in run.said()
-    assert run.events("resumed")[0].step == int(older.name.removeprefix("step-"))
-    assert checkpoints(run) == uninterrupted("digits-mlp")
+    assert run.events("resumed")[-1].step == int(older.name.removeprefix("step-"))
+    assert checkpoints(run) == checkpoints(undisturbed)
+
+
+def evaluated(run: Run) -> int:
+    return sum(isinstance(r, Evaluation) for r in run.records())

@@ -98,13 +98,23 @@ def state_keys(spec: OptimizerSpec, dtype: torch.dtype) -> dict[str, float] | No
         return None
     if spec.options.get("dampening"):
         return None  # the first step differs from the others
+    initial, state = _try(spec, dtype)
+    return {k: initial.get(k, 0.0) for k, v in state.items() if v.numel() == 2}
+
+
+def counts_steps(spec: OptimizerSpec) -> bool:
+    """Whether the optimizer keeps a step count for each parameter."""
+    return "step" in _try(spec, torch.float32)[1]
+
+
+def _try(spec: OptimizerSpec, dtype: torch.dtype) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The optimizer's tensors for a parameter of two elements: their values at first, and all after one step."""
     probe = torch.zeros(2, dtype=dtype)
     optimizer = spec.build([probe])
     initial = {k: float(v.flatten()[0]) for k, v in optimizer.state[probe].items() if torch.is_tensor(v)}
     probe.grad = torch.zeros(2, dtype=dtype)
     optimizer.step()
-    state = {k: v for k, v in optimizer.state[probe].items() if torch.is_tensor(v)}
-    return {k: initial.get(k, 0.0) for k, v in state.items() if v.numel() == 2}
+    return initial, {k: v for k, v in optimizer.state[probe].items() if torch.is_tensor(v)}
 
 
 def choose(comm: Comm, spec: OptimizerSpec, layout: Layout, device: torch.device) -> bool:

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from torrential.comm.protocol import Comm, Handle, Part, Standing
-from torrential.params.home import Finished, Update, dtype_name, flat_gradient, gradients, state_keys
+from torrential.params.home import Finished, Update, counts_steps, dtype_name, flat_gradient, gradients, state_keys
 from torrential.params.layout import Bucket, Layout, Piece
 from torrential.task import OptimizerSpec
 
-UNIT = 1 << 20  # elements updated between two entries in the journal
+UNIT = 1 << 18  # elements updated between two entries in the journal
 MAX_RANKS = 1024
 
 
@@ -67,6 +67,7 @@ class SharedParameters:
         self._states: dict[torch.dtype, dict[str, Tensor]] = {}
         self._summed: dict[torch.dtype, Tensor] = {}
         self._initial: dict[str, float] = {}
+        self._counted = counts_steps(spec)
         for dtype, numel in layout.sizes.items():
             name = dtype_name(dtype)
             keys = state_keys(spec, dtype)
@@ -215,7 +216,8 @@ class SharedParameters:
         optimizer = self.spec.build(parameters)
         for piece, parameter, views in zip(pieces, parameters, states, strict=True):
             optimizer.state[parameter] = dict(zip(self._states[dtype], views, strict=True))
-            optimizer.state[parameter]["step"] = torch.tensor(float(counts[piece.entry.index]))
+            if self._counted:
+                optimizer.state[parameter]["step"] = torch.tensor(float(counts[piece.entry.index]))
         return Unit(pieces, parameters, states, optimizer)
 
     # -- snapshots ----------------------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ class SharedParameters:
         return named
 
     def extras(self) -> dict[str, Tensor]:
-        if not any(self._states.values()):
+        if not self._counted:
             return {}
         return {f"{e.name}/step": torch.tensor(float(self.counts[e.index])) for e in self.layout.entries}
 
