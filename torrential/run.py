@@ -221,7 +221,7 @@ def prepare_resume(directory: Path, task: Task | None = None) -> Job:
         directory,
         checkpoint,
         elapsed=max((r.time for r in kept if not isinstance(r, Summary)), default=0.0),
-        evaluated=frozenset((e.split, e.step) for e in evaluations),
+        evaluated={(e.split, e.step): e.time for e in evaluations},
     )
 
 

@@ -44,7 +44,9 @@ class OptimizerSpec:
         options = dict(self.options)
         # torch refuses fused with foreach or differentiable, and for parameters that are not floating point;
         # it also has no fused kernel for sparse gradients: a task with those sets fused=False.
-        chosen = {"fused", "foreach", "differentiable"} & options.keys()
+        # SGD's kernel also refuses a parameter that is first used later than others; we start momentum from zero to
+        # avoid that, which is the same unless there is dampening.
+        chosen = {"fused", "foreach", "differentiable"} & options.keys() or options.get("dampening")
         if self.kind in _FUSED.get(device_type, ()) and not chosen and all(p.is_floating_point() for p in params):
             options["fused"] = True
         kind = self.kind if options.get("differentiable") else _without_compiler(self.kind)  # type: ignore[arg-type]

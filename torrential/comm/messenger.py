@@ -88,6 +88,8 @@ class Messenger:
         admitted = wire.admit(sock, self._token, Data | Greeting)
         if admitted is None or not isinstance(admitted[1], Greeting):
             self.strangers += 1
+            if admitted is not None:
+                admitted[0].close()
             return
         connection, greeting = admitted
         self._adopt(Peer(greeting.rank, greeting.life, connection))

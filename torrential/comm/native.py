@@ -22,6 +22,7 @@ class NativeCarrier:
     def __init__(self, rank: int, meter: Meter, check: Callable[[], None], timeout: float, backend: str) -> None:
         self.rank, self.meter, self.check, self.timeout, self.backend = rank, meter, check, timeout, backend
         self.members: tuple[int, ...] = ()
+        self.overdue: Callable[[float], None] | None = None  # told once, before giving up
 
     def regroup(self, generation: int, members: tuple[int, ...], host: str, port: int) -> None:
         self.close()
@@ -56,10 +57,15 @@ class NativeHandle:
         """A peer's death shows as an error of the library; the supervisor's word on it follows within moments."""
         limit = self.carrier.timeout if timeout is None else timeout
         began = time.perf_counter()
+        complain = self.carrier.overdue
         with self.carrier.meter.waiting():
             while not self.work.is_completed():
                 self.carrier.check()
-                if time.perf_counter() - began > limit:
+                waited = time.perf_counter() - began
+                if waited > limit and complain is not None:
+                    complain(waited)
+                    complain, limit = None, 2 * limit
+                elif waited > limit:
                     raise WaitedTooLong("some worker", limit, f"{self.carrier.backend} all-reduce")
                 time.sleep(POLL_SECONDS)
             try:

@@ -58,6 +58,9 @@ class Comm(Protocol):
 
     def barrier(self) -> Handle: ...
 
+    def check(self) -> None:
+        """Raise Regrouped if membership has changed. Waits do this; a role that never waits must."""
+
     def regroup(self, stand: Callable[[], int]) -> Standing:
         """Meet the other members of the newest generation. `stand` is called once all of them have stopped; it
         returns how many steps this one has taken (-1: none, and it has no state yet)."""

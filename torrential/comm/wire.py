@@ -95,6 +95,8 @@ class Connection(Generic[M]):
                 raise WireError(f"impossible tensor {shape}")
         wanted = destination(envelope.message, envelope.tensors) if destination else None
         tensors = list(wanted) if wanted is not None else [empty(s) for s in envelope.tensors]
+        if len(tensors) != len(envelope.tensors):
+            raise WireError(f"{len(envelope.tensors)} tensors where {len(tensors)} were expected")
         for tensor, shape in zip(tensors, envelope.tensors, strict=True):
             if tensor.numel() != math.prod(shape.sizes) or tensor.dtype != _DTYPES[shape.dtype]:
                 raise WireError(f"{shape} does not fit a buffer of {tensor.numel()} {tensor.dtype}")
@@ -153,11 +155,15 @@ def listen(address: str) -> tuple[socket.socket, str]:
 def dial(address: str, token: bytes, messages: Any, timeout: float) -> Connection[Any]:
     family, where = parse(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.settimeout(timeout)
-    sock.connect(where)
-    sock.settimeout(None)
-    _tune(sock)
-    sock.sendall(token)
+    try:
+        sock.settimeout(timeout)
+        sock.connect(where)
+        sock.settimeout(None)
+        _tune(sock)
+        sock.sendall(token)
+    except OSError:
+        sock.close()
+        raise
     return Connection(sock, messages)
 
 

@@ -37,6 +37,7 @@ class ReplicatedParameters:
         self.counts = [0] * len(layout.entries)
         self._parameters = gradients(model, layout)
         self._optimizer = spec.build(self._parameters, device.type)
+        self._begin_momentum()
         self._staged = meeting.type != device.type  # gradients travel to the host and back
         self._summed: dict[torch.dtype, Tensor] = {}
         for dtype, numel in layout.sizes.items():
@@ -46,6 +47,14 @@ class ReplicatedParameters:
                 self._summed[dtype] = torch.zeros(numel, dtype=dtype, device=meeting)
             if self._staged:
                 _pin(self._summed[dtype])
+
+    def _begin_momentum(self) -> None:
+        """From zero instead of from nothing: the same numbers, but torch's fused step refuses a mixture of both, as
+        when a parameter is used later than others."""
+        options = self.spec.options
+        if self.spec.kind is torch.optim.SGD and options.get("momentum") and not options.get("dampening"):
+            for parameter in self._parameters:
+                self._optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     # -- a step -------------------------------------------------------------------------------------------------
     def reduce(self, bucket: Bucket) -> Handle:

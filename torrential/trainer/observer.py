@@ -35,6 +35,15 @@ class Observer:
         load_flat(self.model, self.layout, flat)
         load_rest(self.model, {n.removeprefix("rest/"): t for n, t in rest.items() if n.startswith("rest/")})
 
+    def load_saved(self) -> Snapshot | None:
+        """The newest snapshot that was saved; when its parameters existed is on record with its evaluation."""
+        saved, _ = checkpoint.latest(self.directory / "checkpoints")
+        if saved is None:
+            return None
+        self.model.load_state_dict(saved.model)
+        place = {"step": saved.step, "epoch": saved.epoch, "cursor": saved.cursor, "samples": saved.samples}
+        return Snapshot(**place, time=0.0, members=saved.members, counts=[], final=True)
+
     def evaluate(self, snapshot: Snapshot, split: str) -> Evaluation:
         """Of the parameters last loaded."""
         data = self._data[split]

@@ -98,6 +98,8 @@ class Worker:
         self.home.rebuild()
         self._checkpoint = None
         self._applied = self.step
+        if standing.generation > 1:
+            self._told = min(self._told, self.step - 1)  # whoever was to give the snapshot may be gone
         self._last_record = -math.inf  # the first step of a generation is always recorded
 
     def _catch_up(self, standing: Standing) -> None:
@@ -220,6 +222,7 @@ class Worker:
         )
 
     def settle(self) -> None:
+        self.comm.check()
         self.home.settle()
         if self._told < self.step and self._due():
             self._told = self.step

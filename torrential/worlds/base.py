@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +24,7 @@ class Job:
     directory: Path
     checkpoint: Checkpoint | None = None  # where to go on from
     elapsed: float = 0.0  # seconds that the run had taken by then
-    evaluated: frozenset[tuple[str, int]] = frozenset()  # (split, step) already recorded
+    evaluated: Mapping[tuple[str, int], float] = field(default_factory=dict)  # (split, step) on record: their times
 
 
 class Listener(Protocol):

@@ -54,6 +54,7 @@ class LocalComm:
         self._native = None
         if backend is not None:
             self._native = NativeCarrier(rank, self.meter, self.check, settings.timeout, backend)
+            self._native.overdue = lambda waited: self._link.send(m.Suspect(-1, waited))
         self.shares_memory = messenger is None and self._native is None
 
     def _mail(self, rank: int) -> Tensor:
@@ -121,7 +122,12 @@ class LocalComm:
                 self.check()
         self._small.regroup(generation, self.members)
         if self._native is not None:
-            self._native.regroup(generation, self.members, "127.0.0.1", go.store_port)
+            self._small.barrier().wait()  # all are here: the library's own meeting is not left waiting for the dead
+            try:
+                self._native.regroup(generation, self.members, "127.0.0.1", go.store_port)
+            except RuntimeError:
+                self._link.until(lambda: self._link.newest_generation > generation, "word of a lost peer")
+                self.check()
         return Standing(generation, self.members, go.source, go.applied, tuple(go.behind))
 
     def _await(self, kind: type[W], generation: int) -> W | None:

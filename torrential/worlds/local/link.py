@@ -28,6 +28,7 @@ class Link:
         self.newest_generation = 0
         self.stop = False
         self.dismissed = False
+        self._unclaimed: list[tuple[Any, list[Tensor]]] = []
         self._inbox: dict[type, queue.SimpleQueue[tuple[Any, list[Tensor]]]] = {}
         self.send(hello)
         threading.Thread(target=self._read, daemon=True).start()
@@ -37,10 +38,15 @@ class Link:
             self._connection.send(message, tensors)
 
     def box(self, *kinds: type) -> queue.SimpleQueue[tuple[Any, list[Tensor]]]:
-        """A queue that messages of these kinds go to from now on."""
+        """A queue for messages of these kinds, those that came before it was asked for included."""
         box: queue.SimpleQueue[tuple[Any, list[Tensor]]] = queue.SimpleQueue()
-        for kind in kinds:
-            self._inbox[kind] = box
+        with self.changed:
+            for kind in kinds:
+                self._inbox[kind] = box
+            for item in self._unclaimed:
+                if isinstance(item[0], kinds):
+                    box.put(item)
+            self._unclaimed = [item for item in self._unclaimed if not isinstance(item[0], kinds)]
         return box
 
     def _read(self) -> None:
@@ -50,14 +56,13 @@ class Link:
                 with self.changed:
                     if isinstance(message, m.Regroup):
                         self.newest_generation = max(self.newest_generation, message.generation)
-                    elif isinstance(message, m.Stop):
-                        self.stop = True
-                    elif isinstance(message, m.Dismissed):
-                        self.dismissed = True
+                    elif type(message) in self._inbox:
+                        self._inbox[type(message)].put((message, tensors))
+                    else:
+                        self._unclaimed.append((message, tensors))
+                    self.stop |= isinstance(message, m.Stop)
+                    self.dismissed |= isinstance(message, m.Dismissed)
                     self.changed.notify_all()
-                box = self._inbox.get(type(message))
-                if box is not None:
-                    box.put((message, tensors))
         except (wire.Closed, wire.WireError):
             os._exit(3)  # without a supervisor there is nothing left to do
 

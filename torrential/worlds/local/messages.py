@@ -65,7 +65,7 @@ class SnapshotDone(_Message, frozen=True):
 
 
 class Suspect(_Message, frozen=True):
-    """Worker `rank` has not answered for so long that it must be hung."""
+    """Worker `rank` (-1: one of the others) has not answered for so long that it must be hung."""
 
     rank: int
     seconds: float

@@ -30,7 +30,7 @@ def observe(job: Job, link: Link) -> None:
 class _Observing:
     def __init__(self, job: Job, link: Link) -> None:
         self._link = link
-        self._inbox = link.box(m.SnapshotTaken, m.OwnBuffers, m.Gone, m.Noted, m.Dismissed)
+        self._inbox = link.box(m.SnapshotTaken, m.OwnBuffers, m.Gone, m.Noted, m.Stop, m.Dismissed)
         self._buffers = Buffers(link, -1)
         self._observer = Observer(job.task, job.config, job.strategy, torch.device(job.config.device), job.directory)
         self._target, self._maximize = job.config.target, job.task.maximize
@@ -50,6 +50,8 @@ class _Observing:
             self._gone.discard(message.rank)
         elif isinstance(message, m.Gone):
             self._gone.add(message.rank)
+        elif isinstance(message, m.Stop):
+            self._reached = True  # as seen by an observer before this one
         elif isinstance(message, m.Dismissed):
             self.dismissed = True
         return message
@@ -95,7 +97,8 @@ class _Observing:
             pass
 
     def close(self) -> None:
-        """The last word is the test set's, on the parameters last evaluated."""
-        if self._last is not None:
-            self._note(self._observer.evaluate(self._last, "test"))
+        """The last word is the test set's, on the parameters last evaluated, maybe by an observer before this one."""
+        last = self._last or self._observer.load_saved()
+        if last is not None:
+            self._note(self._observer.evaluate(last, "test"))
         self._link.send(m.Left())

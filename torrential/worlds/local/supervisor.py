@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,6 +36,7 @@ from torrential.worlds.local.registry import Registry
 START_SECONDS = 120.0
 TICK_SECONDS = 0.1
 OBSERVER_LIVES = 3
+GRACE_SECONDS = 2.0
 WORKER_LIVES = 100
 
 
@@ -77,7 +79,9 @@ class _Run:
         self._step = job.checkpoint.step if job.checkpoint else 0
         self._snapshots: dict[tuple[int, int, int], tuple[m.SnapshotTaken, list[Tensor]]] = {}
         self._parts: list[tuple[m.OwnBuffers, list[Tensor]]] = []
-        self._evaluated = set(job.evaluated)
+        self._evaluated = dict(job.evaluated)
+        self._reached = False
+        self._complaints: dict[int, float] = {}  # who says that somebody, it does not know who, is hung; since when
         self._dismissed = False
         self._done = False
         self._store = None
@@ -136,6 +140,8 @@ class _Run:
             raise RunFailed(
                 f"{silent or 'the workers'} did not start within {START_SECONDS:.0f} s; look for errors above"
             )
+        if self._complaints and now - min(self._complaints.values()) > GRACE_SECONDS:
+            self._end_those_who_did_not_complain()
         if self._forming_since is not None and now - self._forming_since > self._settings.timeout:
             self._forming_since = now
             told = self._stopped if len(self._stopped) < len(self._workers) else set(self._standing)
@@ -143,6 +149,16 @@ class _Run:
                 if rank not in told:
                     self._event("worker_hung", rank, f"did not answer for {self._settings.timeout:.0f} s; ended")
                     member.kill()
+
+    def _end_those_who_did_not_complain(self) -> None:
+        """Whoever waits in the library's all-reduce has said so by now; the others are the ones waited for."""
+        hung = [w for rank, w in self._workers.items() if rank not in self._complaints]
+        if not hung:
+            raise RunFailed(f"all workers wait for one another in {self._settings.algorithm}; {self._remedy()}")
+        self._complaints = {}
+        for member in hung:
+            self._event("worker_hung", member.rank, "the others waited for it; ended")
+            member.kill()
 
     def _now(self) -> float:
         return 0.0 if self._began is None else time.monotonic() - self._began
@@ -166,8 +182,9 @@ class _Run:
             self._write(record)
         elif isinstance(record, Evaluation):
             if (record.split, record.step) not in self._evaluated:
-                self._evaluated.add((record.split, record.step))
-                self._write(record)
+                existed = self._evaluated.get(("validation", record.step), record.time)
+                self._evaluated[(record.split, record.step)] = existed
+                self._write(msgspec.structs.replace(record, time=existed))
             member.send(m.Noted())
         else:
             self._write(record)
@@ -177,6 +194,10 @@ class _Run:
         if member.role == "observer":
             for part, tensors in self._parts:
                 member.send(part, tensors)
+            if self._reached:
+                member.send(m.Stop())
+            for rank in set(range(self._job.config.workers)) - set(self._workers):
+                member.send(m.Gone(rank))
             for taken, tensors in self._snapshots.values():
                 member.send(taken, tensors)
             if self._dismissed:
@@ -192,7 +213,7 @@ class _Run:
 
     def _regroup(self) -> None:
         self._generation += 1
-        self._stopped, self._standing = set(), {}
+        self._stopped, self._standing, self._complaints = set(), {}, {}
         self._forming_since = time.monotonic()
         for member in self._workers.values():
             member.left = False
@@ -214,6 +235,8 @@ class _Run:
         members = sorted(self._workers)
         furthest = max(self._standing.values())
         source = min(r for r in members if self._standing[r] == furthest)
+        if furthest < 0 and (self._step > 0 or self._job.checkpoint is not None):
+            raise RunFailed(f"every worker that had the parameters is gone; {self._remedy()}")
         if furthest < 0:
             behind = [r for r in members if r != source]
         else:
@@ -256,7 +279,7 @@ class _Run:
     def _lost(self, member: Member) -> None:
         if self._settings.restart and member.life < WORKER_LIVES:
             self._spawn(member.rank, member.life + 1)
-        if not self._workers:
+        if not self._workers and (self._generation or not self._starting):
             raise RunFailed(f"all workers are gone (the last was {member.name}); {self._remedy()}")
         if self._generation or not self._starting:
             self._regroup()
@@ -284,6 +307,9 @@ class _Run:
                     self._regroup()
 
     def _suspect(self, member: Member, message: m.Suspect, _: list[Tensor]) -> None:
+        if message.rank < 0:
+            self._complaints[member.rank] = time.monotonic()
+            return
         accused = self._workers.get(message.rank)
         if accused is not None and accused is not member:
             self._event("worker_hung", message.rank, f"{member.name} waited {message.seconds:.0f} s for it; ended")
@@ -319,6 +345,7 @@ class _Run:
             owner.send(message)
 
     def _stop(self, member: Member, message: m.Stop, _: list[Tensor]) -> None:
+        self._reached = True
         self._event("target_reached")
         for worker in self._workers.values():
             worker.send(m.Stop())
