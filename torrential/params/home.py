@@ -58,11 +58,14 @@ class Home(Protocol):
 class Finished:
     """The handle of something that needed no waiting."""
 
+    def __init__(self, result: Any = None) -> None:
+        self._result = result
+
     def done(self) -> bool:
         return True
 
     def wait(self, timeout: float | None = None) -> Any:
-        return None
+        return self._result
 
 
 def gradients(model: nn.Module, layout: Layout) -> list[nn.Parameter]:

@@ -16,7 +16,7 @@ from torrential.config import RunConfig
 from torrential.data.batches import Batches
 from torrential.data.deal import Deal, Share
 from torrential.errors import NonFiniteLoss, Regrouped
-from torrential.params.home import Home, Update, choose, gradients
+from torrential.params.home import Finished, Home, Update, choose, gradients
 from torrential.params.layout import Bucket, plan
 from torrential.params.replicated import ReplicatedParameters
 from torrential.params.shared import SharedParameters
@@ -174,7 +174,8 @@ class Worker:
     def vote(self, share: Share, loss: float) -> None:
         clip = self.task.clip_norm
         head = [loss, len(share.indices), self.home.square_norm() if clip else 0.0, self.comm.stop_requested()]
-        self.ballot = self.comm.all_gather(torch.tensor([*head, *self._watch.seen], dtype=torch.float64))
+        mine = torch.tensor([*head, *self._watch.seen], dtype=torch.float64)
+        self.ballot = Finished(mine[None]) if len(self.comm.members) == 1 else self.comm.all_gather(mine)
 
     def decide(self) -> Decision:
         assert self.ballot is not None
