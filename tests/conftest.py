@@ -41,7 +41,7 @@ class Machine:
 
 
 def listening_abstract_sockets(table: str) -> Iterator[str]:
-    """Those of /proc/net/unix with our name in theirs.
+    """Those of /proc/net/unix with our name in theirs that this process holds; others' end with their processes.
 
     Columns: Num RefCount Protocol Flags Type St Inode Path; abstract paths begin with @; Flags is 00010000
     (__SO_ACCEPTCON) while listening.
@@ -49,8 +49,17 @@ def listening_abstract_sockets(table: str) -> Iterator[str]:
     for line in table.splitlines()[1:]:
         columns = line.split(maxsplit=7)
         path = columns[7] if len(columns) == 8 else ""
-        if path.startswith("@") and "torrential" in path and int(columns[3], 16) & 0x10000:
+        listening = path.startswith("@") and "torrential" in path and int(columns[3], 16) & 0x10000
+        if listening and f"socket:[{columns[6]}]" in _own_descriptors():
             yield path
+
+
+def _own_descriptors() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return found
 
 
 def processes_left(since: Machine) -> Iterator[tuple[psutil.Process, str]]:

@@ -277,7 +277,8 @@ def finished_run(directory: Path, **config: Any) -> Path:
     """A directory as a finished run leaves it, as far as --resume looks at it."""
     given = dict(
         task="digits", source="digits", strategy="allreduce", options={}, world="local", workers=1, servers=0,
-        epochs=1, steps=None, target=None, batch_size=32, lr=0.05, optimizer={}, seed=0, device="cpu", settings={},
+        epochs=1, steps=None, target=None, batch_size=32, lr=0.05, samples=1350, seed=0, device="cpu",
+        optimizer={"kind": "SGD", "lr": 0.05, "momentum": 0.9}, settings={},
     )  # fmt: skip
     directory.mkdir()
     records.write_manifest(

@@ -36,7 +36,11 @@ def test_changing_membership_loses_and_repeats_nothing() -> None:
                 members, batch, accumulate = rng.randint(1, 9), rng.randint(1, 16), rng.randint(1, 3)
                 shares = [deal.share(m, members, batch, accumulate) for m in range(members)]
                 sizes = [len(s.indices) for s in shares]
-                assert max(sizes) - min(sizes) <= 1 and sum(sizes) == shares[0].total
+                assert sum(sizes) == shares[0].total
+                if shares[0].total >= 2 * members:
+                    assert max(sizes) - min(sizes) <= 1
+                elif batch >= 3 and shares[0].total > 1:
+                    assert 1 not in sizes  # the last few go to fewer members: batch norm needs two
                 for share in shares:
                     assert len(share.micro_batches) <= accumulate
                     assert all(0 < len(piece) <= batch for piece in share.micro_batches)

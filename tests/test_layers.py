@@ -10,15 +10,15 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "torrential"
 
 LAYERS = [
-    {"errors", "records", "task", "config"},
+    {"errors", "records", "task", "config", "version"},
     {"data", "optim", "shipping", "tasks"},
     {"comm"},
     {"params", "server"},
     {"strategies"},
     {"checkpoint", "trainer"},
-    {"worlds", "run"},
+    {"worlds", "run", "progress"},
     {"study"},
-    {"report", "progress", "cli", "__main__"},
+    {"report", "cli", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -68,4 +68,4 @@ def test_import_has_no_side_effects():
     assert told["threads"] == 1
     heavy = {"torch", "numpy", "msgspec", "typer", "rich"}
     assert not heavy & {name.partition(".")[0] for name in told["modules"]}
-    assert [name for name in told["modules"] if name.startswith("torrential")] == ["torrential"]
+    assert [name for name in told["modules"] if name.startswith("torrential")] == ["torrential", "torrential.version"]

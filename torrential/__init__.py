@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torrential.task import Task, accuracy, optimizer
     from torrential.tasks import load_task
 
-__version__ = "0.1.0"
+from torrential.version import __version__
 
 __all__ = [
     "AllReduce",

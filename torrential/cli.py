@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from torrential import __version__
 from torrential.errors import BadInput, TorrentialError
+from torrential.version import __version__
 from torrential.worlds.local.launch import Launch
 
 app = typer.Typer(
@@ -42,16 +42,19 @@ class Terminated(BaseException):
 )
 def train(
     task: Annotated[str | None, typer.Argument(help="A built-in task, or file.py[:name].", show_default=False)] = None,
-    strategy: Annotated[str, typer.Option(help="How workers cooperate; see 'torrential strategies'.")] = "allreduce",
-    workers: Annotated[int, typer.Option(help="Worker processes.")] = 1,
+    strategy: Annotated[str | None, typer.Option(help="How workers cooperate; allreduce by default.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes; 1 by default.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; the task's own by default.")] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this many steps.")] = None,
     target: Annotated[float | None, typer.Option(help="Stop when validation reaches this value.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per worker and step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate; the task's own by default.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    set_: Annotated[list[str] | None, typer.Option("--set", help="name=value: an option of strategy or world.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random; 0 by default.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto (the default), cpu or cuda.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="name=value: an option of strategy or world; see 'torrential strategies NAME'."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the run; a fresh one under runs/ by default.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this directory.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets are.", envvar="TORRENTIAL_DATA")] = None,
@@ -66,7 +69,15 @@ def train(
 
         find.set_data_dir(data_dir)
         if resume is not None:
-            given = {"epochs": epochs, "steps": steps, "target": target, "batch-size": batch_size, "lr": lr, "out": out}
+            given: dict[str, object] = {
+                "epochs": epochs,
+                "steps": steps,
+                "target": target,
+                "batch-size": batch_size,
+                "lr": lr,
+                "out": out,
+            }
+            given |= {"workers": workers, "seed": seed, "device": device, "strategy": strategy}
             changed = [f"--{name}" for name, value in given.items() if value is not None] + ["--set"] * bool(set_)
             if changed:
                 raise BadInput(f"a resumed run keeps its options; leave out {', '.join(changed)}")
@@ -78,16 +89,16 @@ def train(
             asked = run.Request(
                 task=loaded,
                 source=task,
-                strategy=strategy,
+                strategy=strategy or "allreduce",
                 options=_options(set_ or []),
-                workers=workers,
+                workers=1 if workers is None else workers,
                 epochs=epochs,
                 steps=steps,
                 target=target,
                 batch_size=batch_size,
                 lr=lr,
-                seed=seed,
-                device=device,
+                seed=seed or 0,
+                device=device or "auto",
             )
             job = run.prepare(asked, out)
         _err.print(f"run directory: {job.directory}", highlight=False)
@@ -120,7 +131,11 @@ def tasks() -> None:
 def strategies(name: Annotated[str | None, typer.Argument(help="Show one in full.")] = None) -> None:
     """List the strategies, or the options and the idea of one."""
     import inspect
+    from typing import Literal, get_origin
 
+    import msgspec
+
+    from torrential.config import Settings
     from torrential.errors import UnknownName
     from torrential.strategies import STRATEGIES
 
@@ -135,6 +150,10 @@ def strategies(name: Annotated[str | None, typer.Argument(help="Show one in full
     print("\nOptions (--set name=value):")
     for field, default in zip(kind.__struct_fields__, kind.__struct_defaults__, strict=True):
         print(f"  {field} = {default}")
+    print("\nOptions of the local world:")
+    for info in msgspec.structs.fields(Settings):
+        choices = getattr(info.type, "__args__", ()) if get_origin(info.type) is Literal else ()
+        print(f"  {info.name} = {info.default}" + (f"  ({' | '.join(choices)})" if choices else ""))
 
 
 @app.callback(invoke_without_command=True)

@@ -29,13 +29,14 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     source: str | None  # how to load it again: a built-in name or file.py[:name]
     strategy: str
-    options: dict[str, Any]  # the strategy's, as far as they differ from its defaults
+    options: dict[str, Any]  # the strategy's
     world: str
     workers: int
     servers: int
     epochs: int
     steps: int | None
     target: float | None
+    samples: int  # in the training set
     batch_size: int  # per worker
     lr: float
     optimizer: dict[str, Any]

@@ -132,6 +132,8 @@ class Progress:
         )
         self._shares[worker] = (compute, communicate, wait)
         self._step, self._epoch = max(self._step, record.step), max(self._epoch, record.epoch)
+        if self._total is not None:
+            self._total = max(self._total, self._step)  # with fewer workers than planned there are more steps
         if not self._points or now - self._points[-1][0] >= 0.02 or len(self._points) == 1:
             self._points.append((now, record.time, record.samples, record.step))
         while len(self._points) > 2 and now - self._points[0][0] > WINDOW_SECONDS:

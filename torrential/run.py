@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from torch import nn
 
 from torrential import checkpoint as checkpoints
 from torrential import records
+from torrential.comm import futex
 from torrential.config import RunConfig, Settings
 from torrential.data.deal import Deal
 from torrential.errors import BadInput, RunFailed, TaskFailed, UnknownName
@@ -25,10 +27,11 @@ from torrential.strategies import STRATEGIES, make_strategy
 from torrential.strategies.base import Strategy
 from torrential.task import Task, with_validation
 from torrential.tasks import load_task
+from torrential.version import __version__
 from torrential.worlds.base import Job, Listener
 from torrential.worlds.local.launch import Launch
 
-VERSION = "0.1.0"
+_held: dict[Path, int] = {}  # directories of runs under way in this process, locked
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,11 @@ def train(
             device=device,
         )
         job = prepare(asked, None if out is None else Path(out))
-        return execute(job, launch, lambda j: _listener(j, progress))
+        try:
+            return execute(job, launch, lambda j: _listener(j, progress))
+        except KeyboardInterrupt:
+            print(f"stopped; go on with tt.train(task, resume={str(job.directory)!r})", file=sys.stderr)
+            raise
     finally:
         launch.close()
 
@@ -108,7 +115,7 @@ def _listener(job: Job, show: bool | None) -> Any:
 
     return Progress(
         planned_steps(job), job.config.workers, job.task.metric_name, job.config.target, Console(stderr=True)
-    )
+    ).__enter__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +167,8 @@ def prepare(asked: Request, out: Path | None) -> Job:
         servers=0,
         epochs=task.epochs,
         steps=asked.steps,
-        target=asked.target,
+        target=task.target,
+        samples=samples,
         batch_size=task.batch_size,
         lr=task.optimizer.lr,
         optimizer=task.optimizer.describe(),
@@ -171,7 +179,7 @@ def prepare(asked: Request, out: Path | None) -> Job:
     directory = records.create_run_directory(out or _fresh_directory(task.name, asked.strategy))
     versions, hardware = records.describe_machine()
     manifest = records.Manifest(
-        torrential=VERSION,
+        torrential=__version__,
         config=msgspec.to_builtins(config),
         versions=versions,
         hardware=hardware,
@@ -180,12 +188,22 @@ def prepare(asked: Request, out: Path | None) -> Job:
         command=sys.argv,
     )
     records.write_manifest(directory, manifest)
+    _lock(directory)
     return Job(config, task, strategy, directory)
 
 
 def prepare_resume(directory: Path, task: Task | None = None) -> Job:
     """A job that goes on from the last good checkpoint of a run."""
     manifest = records.read_manifest(directory)
+    _lock(directory)
+    try:
+        return _resumed(directory, manifest, task)
+    except BaseException:
+        _unlock(directory)
+        raise
+
+
+def _resumed(directory: Path, manifest: records.Manifest, task: Task | None) -> Job:
     try:
         config = msgspec.convert(manifest.config, RunConfig)
     except msgspec.ValidationError as error:
@@ -201,12 +219,13 @@ def prepare_resume(directory: Path, task: Task | None = None) -> Job:
         epochs=config.epochs,
         optimizer=task.optimizer.with_lr(config.lr),
     )
-    checkpoint, skipped = checkpoints.latest(directory / "checkpoints")
-    for why in skipped:
-        print(f"skipped a damaged checkpoint: {why}", file=sys.stderr)
     path = directory / records.RECORDS
     if path.exists() and any(isinstance(r, Summary) for r in records.read_records(path)):
         raise BadInput(f"the run in {directory} is finished; start another one, or look at it there")
+    checkpoint, skipped = checkpoints.latest(directory / "checkpoints")
+    _check_same(directory, config, task, checkpoint)
+    for why in skipped:
+        print(f"skipped a damaged checkpoint: {why}", file=sys.stderr)
     kept = records.trim_records(path, checkpoint.step if checkpoint else 0)
     if checkpoint is None:
         kept = []
@@ -226,6 +245,13 @@ def prepare_resume(directory: Path, task: Task | None = None) -> Job:
 
 
 def execute(job: Job, launch: Launch, listener_for: Callable[[Job], Any]) -> TrainResult:
+    try:
+        return _execute(job, launch, listener_for)
+    finally:
+        _unlock(job.directory)
+
+
+def _execute(job: Job, launch: Launch, listener_for: Callable[[Job], Any]) -> TrainResult:
     from torrential.worlds.local.supervisor import LocalWorld
 
     path = job.directory / records.RECORDS
@@ -248,7 +274,42 @@ def execute(job: Job, launch: Launch, listener_for: Callable[[Job], Any]) -> Tra
         raise RunFailed(f"the run left no checkpoint in {job.directory}")
     model = job.task.model()
     model.load_state_dict(final.model)
+    model.eval()
     return TrainResult(model, summary, [*history, summary], job.directory)
+
+
+def _lock(directory: Path) -> None:
+    """One process at a time may write to a run's directory; the lock goes with the process."""
+    fd = os.open(directory / records.MANIFEST, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise BadInput(f"the run in {directory} is still going on; wait for it, or end it first") from error
+    _held[directory] = fd
+
+
+def _unlock(directory: Path) -> None:
+    if directory in _held:
+        os.close(_held.pop(directory))
+
+
+def _check_same(directory: Path, config: RunConfig, task: Task, checkpoint: checkpoints.Checkpoint | None) -> None:
+    """A run goes on only with the task it was begun with."""
+    samples = len(task.train)  # type: ignore[arg-type]
+    if samples != config.samples:
+        raise BadInput(
+            f"the task of {directory} has changed (training samples: {config.samples} then, {samples} now); "
+            "start another run"
+        )
+    if task.optimizer.describe() != config.optimizer:
+        raise BadInput(f"the task's optimizer has changed ({config.optimizer} then, {task.optimizer.describe()} now)")
+    if checkpoint is not None:
+        now = {name: tuple(tensor.shape) for name, tensor in task.model().state_dict().items()}
+        then = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
+        if now != then:
+            odd = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+            raise BadInput(f"the task's model has changed since {directory} (at: {odd[0]}); start another run")
 
 
 def summarise(job: Job, history: list[Record]) -> Summary:
@@ -318,6 +379,8 @@ def _split_options(name: str, options: dict[str, Any]) -> tuple[Strategy, Settin
         value = getattr(settings, option)
         if value is not None and value <= 0:
             raise BadInput(f"{option} must be above zero (given: {value})")
+    if settings.transport == "shared" and not futex.supported():
+        settings = msgspec.structs.replace(settings, transport="unix")  # flags in memory need x86-64 on Linux
     if settings.algorithm == "shared" and settings.transport != "shared":
         raise BadInput(
             f"algorithm=shared needs transport=shared (given: transport={settings.transport}); use algorithm=direct"
@@ -353,6 +416,11 @@ def _try_once(task: Task) -> None:
         model = task.model()
         if not any(p.requires_grad for p in model.parameters()):
             raise BadInput("the model has no trainable parameters; unfreeze some")
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+            raise BadInput("the model has lazy layers; give their sizes, or run one batch in the model's factory")
+        odd = [name for name, value in model.state_dict().items() if not torch.is_tensor(value)]
+        if odd:
+            raise BadInput(f"the model keeps state that is not a tensor ({odd[0]}), which checkpoints cannot hold")
         with torch.no_grad():
             loss = task.loss(model(inputs), targets)
     except BadInput:

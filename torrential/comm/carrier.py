@@ -52,7 +52,7 @@ class Carrier:
     def __init__(self, rank: int, meter: Meter, check: Callable[[], None], timeout: float) -> None:
         self.rank, self.meter, self.timeout = rank, meter, timeout
         self.check = check  # raises Regrouped when membership has changed
-        self.overdue: Callable[[Operation, float], None] | None = None  # told once, before giving up
+        self.overdue: Callable[[Operation, float], None] | None = None  # told instead of giving up, again and again
         self.members: tuple[int, ...] = ()
         self.index = 0
         self._issued = 0
@@ -91,15 +91,14 @@ class Carrier:
             return
         limit = self.timeout if timeout is None else timeout
         began = now = time.perf_counter()
-        complain = self.overdue
         while not operation.finished:
             self.check()
             head = self._queue[0]
             if now - began > limit:
-                if complain is None:
+                if self.overdue is None:
                     raise WaitedTooLong(f"worker {head.lagging()}", now - began, head.what)
-                complain(head, now - began)
-                complain, limit = None, 2 * limit
+                self.overdue(head, now - began)
+                limit += self.timeout
             self.rest(head, now - began)
             now = time.perf_counter()
             before = self.meter.communicate

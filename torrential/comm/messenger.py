@@ -67,13 +67,16 @@ class Messenger:
         self.changed = threading.Condition()
         self.generation = 0
         self.strangers = 0
+        self._closed = False
         self._peers: dict[int, Peer] = {}
         self._arrived: dict[Key, list[Tensor]] = {}
         self._expected: dict[Key, Sequence[Tensor]] = {}
-        self._spawn(self._accept)
+        self._hearing = self._spawn(self._accept)
 
-    def _spawn(self, target: Callable[..., None], *args: object) -> None:
-        threading.Thread(target=target, args=args, daemon=True).start()
+    def _spawn(self, target: Callable[..., None], *args: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        thread.start()
+        return thread
 
     # -- connections --------------------------------------------------------------------------------------------
     def _accept(self) -> None:
@@ -81,7 +84,10 @@ class Messenger:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._listener.fileno() < 0 or self._closed:
+                    return
+                time.sleep(0.05)  # out of descriptors, for example: strangers must not end our hearing
+                continue
             self._spawn(self._welcome, sock)
 
     def _welcome(self, sock: socket.socket) -> None:
@@ -124,9 +130,11 @@ class Messenger:
                 self._adopt(Peer(rank, life, connection))
 
     def close(self) -> None:
+        self._closed = True
         with contextlib.suppress(OSError):  # not connected to anybody
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
+        self._hearing.join(1.0)  # the address is free once it has stopped
         for peer in self._peers.values():
             peer.outbox.put(None)
             peer.connection.close()

@@ -24,7 +24,8 @@ from torrential.comm.futex import Futex
 from torrential.comm.protocol import Meter, Part, slices
 
 CHUNK = 1 << 15  # elements summed at a time: operands and result stay in the second-level cache
-MAIL_BYTES = 1 << 18  # one slot; a member has two
+MAIL_BYTES = 1 << 20  # one slot; a member has two
+MAX_RANKS = 1024
 SMALL_BYTES = 1 << 14  # all_reduce by mail below this
 WORDS = 16  # counters are one cache line pair apart
 SPIN_SECONDS = 5e-5

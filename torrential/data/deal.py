@@ -39,8 +39,10 @@ class Deal:
         """What `member` of `members` takes in the step at the cursor; the cursor stays."""
         assert 0 <= member < members, (member, members)
         take = min(self.samples - self.cursor, members * batch_size * accumulate)
-        first = self.cursor + member * take // members
-        last = self.cursor + (member + 1) * take // members
+        # The last samples of an epoch go to fewer members rather than one to each: batch norm needs two.
+        hands = members if take >= 2 * members or batch_size < 3 else max(1, take // 2)
+        first = self.cursor + min(member, hands) * take // hands
+        last = self.cursor + min(member + 1, hands) * take // hands
         indices = _order(self.samples, self.seed, self.epoch)[first:last]
         return Share(indices, [indices[at : at + batch_size] for at in range(0, len(indices), batch_size)], take)
 

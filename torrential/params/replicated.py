@@ -90,6 +90,8 @@ class ReplicatedParameters:
                 if self._staged:
                     summed = summed.to(self.device, non_blocking=True)
                 parameter.grad = summed
+            elif parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
             if update.scale != 1.0 and parameter.grad is not None:
                 parameter.grad *= update.scale
         for group in self._optimizer.param_groups:

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from torrential.comm.protocol import Comm, Handle, Part, Standing
+from torrential.comm.shared import MAX_RANKS
 from torrential.params.home import Finished, Update, counts_steps, dtype_name, flat_gradient, gradients, state_keys
 from torrential.params.layout import Bucket, Layout, Piece
 from torrential.task import OptimizerSpec
 
 UNIT = 1 << 18  # elements updated between two entries in the journal
-MAX_RANKS = 1024
 
 
 @dataclass

@@ -35,7 +35,6 @@ def digits() -> Task:
         optimizer=optimizer("sgd", lr=0.05, momentum=0.9),
         batch_size=32,
         epochs=20,
-        target=0.98,
     )
 
 
@@ -52,7 +51,6 @@ def digits_mlp() -> Task:
         optimizer=optimizer("sgd", lr=0.05, momentum=0.9),
         batch_size=32,
         epochs=20,
-        target=0.97,
     )
 
 

@@ -51,7 +51,6 @@ def fashion(data_dir: Path | None = None) -> Task:
         optimizer=optimizer("sgd", lr=0.02, momentum=0.9, weight_decay=5e-4),
         batch_size=32,
         epochs=10,
-        target=0.90,
     )
 
 
@@ -68,7 +67,6 @@ def fashion_mlp(data_dir: Path | None = None) -> Task:
         optimizer=optimizer("sgd", lr=0.02, momentum=0.9),
         batch_size=32,
         epochs=10,
-        target=0.87,
     )
 
 

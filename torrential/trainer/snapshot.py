@@ -42,14 +42,15 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: b.detach() for name, b in model.named_buffers() if b is not None}
 
 
-def rest_of(model: nn.Module) -> dict[str, Tensor]:
-    """What is in the model besides its trainable parameters."""
-    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+def rest_of(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
+    """What is in the model besides the parameters that are trained."""
+    trained = {e.name for e in layout.entries}
+    frozen = {name: p.detach() for name, p in model.named_parameters() if name not in trained}
     return frozen | buffers_of(model)
 
 
 def load_rest(model: nn.Module, rest: Mapping[str, Tensor]) -> None:
-    mine = rest_of(model)
+    mine = {name: p.detach() for name, p in model.named_parameters()} | buffers_of(model)
     with torch.no_grad():
         for name, tensor in rest.items():
             mine[name].copy_(tensor)

@@ -60,6 +60,7 @@ class Worker:
         self._batches = Batches(task.train, device)
         self._deal = Deal(len(self._batches), config.seed)
         self.ballot: Handle | None = None
+        self._buffers_before: list[Tensor] = []  # as they were when the step in flight began
         self.step = 0
         self.samples = 0
         self._applied = -1  # steps taken; -1 before anything was agreed
@@ -86,7 +87,9 @@ class Worker:
         """Called when every member has stopped: conclude the step if its ballot is complete, else forget it."""
         if self.ballot is not None and self.ballot.done():
             conclude(self)
-        self.ballot = None
+        elif self._buffers_before:  # the forward of a step that will be redone leaves no trace
+            torch._foreach_copy_(list(buffers_of(self.model).values()), self._buffers_before)
+        self.ballot, self._buffers_before = None, []
         return self._applied
 
     def _adopt(self, standing: Standing) -> None:
@@ -108,7 +111,7 @@ class Worker:
         if self.comm.rank == standing.source:
             place = [self.step, self._deal.epoch, self._deal.cursor, self.samples]
             state = {"place": torch.tensor(place), "counts": torch.tensor(self.home.counts)}
-            state |= {f"rest/{n}": t.cpu().contiguous() for n, t in rest_of(self.model).items()}
+            state |= {f"rest/{n}": t.cpu().contiguous() for n, t in rest_of(self.model, self.layout).items()}
             if self.home.private:
                 state |= {f"flat/{n}": t for n, t in self.home.flat().items()}
                 state |= {f"extra/{n}": t for n, t in self.home.extras().items()}
@@ -128,7 +131,8 @@ class Worker:
             def named(kind: str) -> dict[str, Tensor]:
                 return {n.removeprefix(kind): t for n, t in state.items() if n.startswith(kind)}
 
-            load_rest(self.model, named("rest/"))
+            if self._applied < 0:  # a newcomer; others have statistics of their own
+                load_rest(self.model, named("rest/"))
             if self.home.private:
                 self.home.load(named("flat/"), named("extra/"))
 
@@ -137,7 +141,9 @@ class Worker:
         self._deal = Deal(len(self._batches), self.config.seed, checkpoint.epoch, checkpoint.cursor)
         self.home.counts[:] = [checkpoint.applied[e.name] for e in self.layout.entries]
         self._told = -1 if self.finished() else checkpoint.step
-        load_rest(self.model, {n: checkpoint.model[n] for n in rest_of(self.model) if n in checkpoint.model})
+        load_rest(
+            self.model, {n: checkpoint.model[n] for n in rest_of(self.model, self.layout) if n in checkpoint.model}
+        )
         mine = f"{self.comm.rank}/"
         own = {n.removeprefix(mine): t for n, t in checkpoint.workers.items() if n.startswith(mine)}
         load_rest(self.model, own)
@@ -158,6 +164,8 @@ class Worker:
         for parameter in self._parameters:
             parameter.grad = None
         self._watch.begin(ready)
+        if len(self.comm.members) > 1:
+            self._buffers_before = [b.clone() for b in buffers_of(self.model).values()]
         total = 0.0
         for number, indices in enumerate(share.micro_batches):
             seed_all(self.device, self.config.seed, 1, self.step, self.comm.members.index(self.comm.rank), number)
@@ -191,7 +199,7 @@ class Worker:
         return Decision(update, loss / samples, int(samples), stop > 0)
 
     def advance(self, decision: Decision) -> None:
-        self.ballot = None
+        self.ballot, self._buffers_before = None, []
         self.step += 1
         self._applied = self.step
         self.samples += decision.samples
@@ -251,5 +259,5 @@ class Worker:
             final=self.finished(),
         )
         extras = {f"extra/{n}": t for n, t in self.home.extras().items()}
-        rest = {f"rest/{n}": t for n, t in rest_of(self.model).items()}
+        rest = {f"rest/{n}": t for n, t in rest_of(self.model, self.layout).items()}
         self.outlet.snapshot(snapshot, self.home.flat(), extras | rest)

@@ -22,7 +22,7 @@ from torrential.worlds.local.outlet import LocalOutlet
 if TYPE_CHECKING:
     from torrential.worlds.local.nursery import Spawn
 
-CONNECT_SECONDS = 150.0
+CONNECT_SECONDS = 660.0  # as long as a run may take to start
 
 
 def main(spawn: Spawn) -> int:
@@ -39,9 +39,10 @@ def main(spawn: Spawn) -> int:
             observe(job, link)
         else:
             worker = _build(job, spawn.rank, spawn.life, link, messenger)
+            link.send(m.Ready())
             job.strategy.worker(worker)
         return 0
-    except Exception as error:
+    except BaseException as error:  # user code may raise anything, SystemExit included
         user_fault = isinstance(error, TorrentialError)
         step = None if worker is None else worker.step + 1
         link.send(m.Failed(step, f"{type(error).__name__}: {error}", _short(error), user_fault))
@@ -74,7 +75,7 @@ def _build(job: Job, rank: int, life: int, link: Link, messenger: Messenger | No
     backend = None if not native else ("nccl" if own_gpu else "gloo")
     buffers = Buffers(link, rank)
     comm = LocalComm(rank, config.workers, link, buffers, messenger, config.settings, backend)
-    outlet = LocalOutlet(rank, life, link, buffers, comm.meter)
+    outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
     meeting = device if backend == "nccl" else torch.device("cpu")
     return Worker(job.task, config, job.strategy, comm, outlet, device, meeting, job.checkpoint if life == 0 else None)
 

@@ -16,13 +16,11 @@ from torrential.comm.direct import DirectCarrier
 from torrential.comm.messenger import Messenger, settle
 from torrential.comm.native import NativeCarrier
 from torrential.comm.protocol import Handle, Meter, Part, Standing
-from torrential.comm.shared import MAIL_BYTES, WORDS, SharedCarrier
+from torrential.comm.shared import MAIL_BYTES, MAX_RANKS, WORDS, SharedCarrier
 from torrential.config import Settings
 from torrential.errors import PeerLost, Regrouped
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, Link
-
-MAX_RANKS = 1024
 
 W = TypeVar("W", m.Go, m.AllStopped)
 
@@ -146,7 +144,7 @@ class LocalComm:
         return self._link.stop
 
     def leave(self) -> None:
-        self._link.send(m.Left())
+        self._link.send(m.Left(self.generation))
         self._link.until(
             lambda: self._link.dismissed or self._link.newest_generation > self.generation, "all to finish", 1e9
         )

@@ -9,8 +9,9 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -32,17 +33,24 @@ class Member:
     address: str = ""
     connection: wire.Connection[Any] | None = None
     left: bool = False
+    delayed: bool = False
     said: m.Failed | None = None
+    outbox: queue.SimpleQueue[tuple[Any, Sequence[Tensor]] | None] = field(default_factory=queue.SimpleQueue)
 
     @property
     def name(self) -> str:
         return f"worker {self.rank}" if self.role == "worker" else self.role
 
     def send(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
-        """To a dead one nothing is sent; its end is reported by the reader."""
-        if self.connection is not None:
-            with contextlib.suppress(wire.Closed):
-                self.connection.send(message, tensors)
+        """Never blocks: a stopped process must not stop the supervisor. What a dead one is sent is dropped."""
+        self.outbox.put((message, tensors))
+
+    def write(self) -> None:
+        """The thread that empties the outbox."""
+        assert self.connection is not None
+        with contextlib.suppress(wire.Closed):
+            while (item := self.outbox.get()) is not None:
+                self.connection.send(*item)
 
     def kill(self) -> None:
         if self.pid:
@@ -66,6 +74,7 @@ class Crew:
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._listener, self._address = wire.listen(f"unix:@torrential-{secrets.token_hex(8)}")
         self.reports: queue.SimpleQueue[Report | Ended | None] = queue.SimpleQueue()
+        self._closed = False
         self._expected: dict[tuple[str, int, int], Member] = {}
         for target in (self._accept, self._watch_nursery):
             threading.Thread(target=target, daemon=True).start()
@@ -97,7 +106,10 @@ class Crew:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._closed:
+                    return
+                time.sleep(0.05)  # out of descriptors, for example: strangers must not end our hearing
+                continue
             threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
@@ -111,17 +123,21 @@ class Crew:
             return
         member.pid, member.address, member.connection = hello.pid, hello.address, connection
         self.reports.put(Report(member, hello, []))
+        threading.Thread(target=member.write, daemon=True).start()
         try:
             while True:
                 message, tensors = connection.receive()
                 self.reports.put(Report(member, message, tensors))
         except (wire.Closed, wire.WireError):
+            member.outbox.put(None)
             self.reports.put(Report(member, None, []))
 
     def close(self) -> None:
+        self._closed = True
         with contextlib.suppress(OSError):  # not connected to anybody
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         for member in self._expected.values():
+            member.outbox.put(None)
             if member.connection is not None:
                 member.connection.close()

@@ -42,10 +42,9 @@ class Recorded(_Message, frozen=True):
 
 
 class SnapshotTaken(_Message, frozen=True):
-    """Lies in the buffers `snapshot<slot>.<life>/<name>` of that rank; the rest of it is in the frame."""
+    """Lies in the buffers `snapshot<slot>/<name>` of that rank; the rest of it is in the frame."""
 
     rank: int
-    life: int
     slot: int
     snapshot: Snapshot
     vectors: list[tuple[str, int, str]]  # name, numel, dtype
@@ -59,8 +58,9 @@ class OwnBuffers(_Message, frozen=True):
 
 
 class SnapshotDone(_Message, frozen=True):
+    """That slot of that rank may be used (again)."""
+
     rank: int
-    life: int
     slot: int
 
 
@@ -71,8 +71,20 @@ class Suspect(_Message, frozen=True):
     seconds: float
 
 
+class Ready(_Message, frozen=True):
+    """This worker is built and can join."""
+
+
 class Left(_Message, frozen=True):
-    """This role's program is finished."""
+    """This role's program is finished, as of that generation."""
+
+    generation: int
+
+
+class Delayed(_Message, frozen=True):
+    """This worker waits for the observer (or does not any more); it is not hung."""
+
+    waiting: bool
 
 
 class Failed(_Message, frozen=True):
@@ -124,6 +136,12 @@ class Gone(_Message, frozen=True):
     rank: int
 
 
+class Back(_Message, frozen=True):
+    """A worker of that rank has joined."""
+
+    rank: int
+
+
 class Noted(_Message, frozen=True):
     """The record that you sent is in the file."""
 
@@ -142,7 +160,9 @@ FromChild = (
     | OwnBuffers
     | SnapshotDone
     | Suspect
+    | Ready
     | Left
+    | Delayed
     | Failed
     | Stop
 )
@@ -154,6 +174,7 @@ ToChild = (
     | Go
     | Stop
     | Gone
+    | Back
     | Noted
     | Dismissed
     | SnapshotTaken

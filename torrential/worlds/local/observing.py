@@ -30,7 +30,7 @@ def observe(job: Job, link: Link) -> None:
 class _Observing:
     def __init__(self, job: Job, link: Link) -> None:
         self._link = link
-        self._inbox = link.box(m.SnapshotTaken, m.OwnBuffers, m.Gone, m.Noted, m.Stop, m.Dismissed)
+        self._inbox = link.box(m.SnapshotTaken, m.OwnBuffers, m.Gone, m.Back, m.Noted, m.Stop, m.Dismissed)
         self._buffers = Buffers(link, -1)
         self._observer = Observer(job.task, job.config, job.strategy, torch.device(job.config.device), job.directory)
         self._target, self._maximize = job.config.target, job.task.maximize
@@ -47,6 +47,7 @@ class _Observing:
             self._snapshots.append((message, tensors))
         elif isinstance(message, m.OwnBuffers):
             self._parts.setdefault(message.step, {})[message.rank] = dict(zip(message.names, tensors, strict=True))
+        elif isinstance(message, m.Back):
             self._gone.discard(message.rank)
         elif isinstance(message, m.Gone):
             self._gone.add(message.rank)
@@ -65,7 +66,7 @@ class _Observing:
                 self._process(taken, dict(zip(taken.rest, tensors, strict=True)))
             for step in [s for s in self._parts if s <= snapshot.step]:
                 del self._parts[step]
-            self._link.send(m.SnapshotDone(taken.rank, taken.life, taken.slot))
+            self._link.send(m.SnapshotDone(taken.rank, taken.slot))
 
     def _complete(self, snapshot: Snapshot) -> bool:
         """Whether every worker's part has come, or will never come."""
@@ -74,9 +75,7 @@ class _Observing:
 
     def _process(self, taken: m.SnapshotTaken, rest: dict[str, Tensor]) -> None:
         flat = {
-            name: self._buffers.get(
-                f"snapshot{taken.slot}.{taken.life}/{name}", numel, getattr(torch, dtype), taken.rank
-            )
+            name: self._buffers.get(f"snapshot{taken.slot}/{name}", numel, getattr(torch, dtype), taken.rank)
             for name, numel, dtype in taken.vectors
         }
         self._observer.load(flat, rest)
@@ -101,4 +100,4 @@ class _Observing:
         last = self._last or self._observer.load_saved()
         if last is not None:
             self._note(self._observer.evaluate(last, "test"))
-        self._link.send(m.Left())
+        self._link.send(m.Left(0))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -21,10 +23,10 @@ PATIENCE_SECONDS = 600.0
 class LocalOutlet:
     """Snapshots are copied into one of two registered slots; when both are still being read, the worker waits."""
 
-    def __init__(self, rank: int, life: int, link: Link, buffers: Buffers, meter: Meter) -> None:
-        self._rank, self._life, self._link, self._buffers, self._meter = rank, life, link, buffers, meter
+    def __init__(self, rank: int, link: Link, buffers: Buffers, meter: Meter, check: Callable[[], None]) -> None:
+        self._rank, self._link, self._buffers, self._meter, self._check = rank, link, buffers, meter, check
         self._returned = link.box(m.SnapshotDone)
-        self._free = list(range(SLOTS))
+        self._free: list[int] = []  # the supervisor says which
 
     def record(self, record: Record) -> None:
         self._link.send(m.Recorded(record))  # type: ignore[arg-type]
@@ -36,25 +38,36 @@ class LocalOutlet:
         slot = self._slot()
         vectors = []
         for name, vector in flat.items():
-            copy = self._buffers.get(f"snapshot{slot}.{self._life}/{name}", vector.numel(), vector.dtype, self._rank)
+            copy = self._buffers.get(f"snapshot{slot}/{name}", vector.numel(), vector.dtype, self._rank)
             copy.copy_(vector)
             vectors.append((name, vector.numel(), str(vector.dtype).removeprefix("torch.")))
         self._link.send(
-            m.SnapshotTaken(self._rank, self._life, slot, snapshot, vectors, list(rest)),
+            m.SnapshotTaken(self._rank, slot, snapshot, vectors, list(rest)),
             [_host(t) for t in rest.values()],
         )
 
     def _slot(self) -> int:
-        while not self._returned.empty():
-            self._free.append(self._returned.get()[0].slot)
+        self._collect()
         if not self._free:
+            self._link.send(m.Delayed(True))
             with self._meter.waiting():
-                try:
-                    self._free.append(self._returned.get(timeout=PATIENCE_SECONDS)[0].slot)
-                except queue.Empty as error:
-                    raise WaitedTooLong("the observer", PATIENCE_SECONDS, "a free snapshot slot") from error
+                self._wait()
+            self._link.send(m.Delayed(False))
         self._free.sort()
         return self._free.pop(0)  # the second slot takes no memory until it is needed
+
+    def _collect(self) -> None:
+        while not self._returned.empty():
+            self._free.append(self._returned.get()[0].slot)
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self._free:
+            self._check()
+            if time.monotonic() > deadline:
+                raise WaitedTooLong("the observer", PATIENCE_SECONDS, "a free snapshot slot")
+            with contextlib.suppress(queue.Empty):
+                self._free.append(self._returned.get(timeout=0.02)[0].slot)
 
 
 def _host(tensor: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ A death at any point starts the next generation.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,13 +33,16 @@ from torrential.worlds.local import messages as m
 from torrential.worlds.local.crew import Crew, Member, Report
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.nursery import Ended
+from torrential.worlds.local.outlet import SLOTS
 from torrential.worlds.local.registry import Registry
 
-START_SECONDS = 120.0
+START_SECONDS = 600.0
 TICK_SECONDS = 0.1
 OBSERVER_LIVES = 3
 GRACE_SECONDS = 2.0
+OBSERVER_SECONDS = 600.0  # without a word although there is work
 WORKER_LIVES = 100
+FAILED_STARTS = 3
 
 
 class LocalWorld:
@@ -69,15 +74,16 @@ class _Run:
         self._settings = job.config.settings
         self._workers: dict[int, Member] = {}  # said hello and not lost
         self._starting: dict[int, Member] = {}
-        self._observer: Member | None = None
         self._generation = 0
         self._stopped: set[int] = set()
         self._standing: dict[int, int] = {}
         self._forming_since: float | None = None  # a generation is being agreed on
         self._began: float | None = None
+        self._heard = time.monotonic()  # from the observer
+        self._failed_starts = 0
         self._started = time.monotonic()
         self._step = job.checkpoint.step if job.checkpoint else 0
-        self._snapshots: dict[tuple[int, int, int], tuple[m.SnapshotTaken, list[Tensor]]] = {}
+        self._snapshots: dict[tuple[int, int], tuple[m.SnapshotTaken, list[Tensor]]] = {}
         self._parts: list[tuple[m.OwnBuffers, list[Tensor]]] = []
         self._evaluated = dict(job.evaluated)
         self._reached = False
@@ -99,6 +105,8 @@ class _Run:
             m.OwnBuffers: self._own_buffers,
             m.SnapshotDone: self._snapshot_done,
             m.Suspect: self._suspect,
+            m.Ready: self._ready,
+            m.Delayed: self._delayed,
             m.Left: self._left,
             m.Failed: self._failed,
             m.Stop: self._stop,
@@ -108,7 +116,7 @@ class _Run:
     def supervise(self) -> None:
         for rank in range(self._job.config.workers):
             self._spawn(rank, 0)
-        self._observer = self._crew.spawn("observer", -1, 0)
+        self._observer = self._spawn_observer(0)
         while not self._done:
             try:
                 report = self._crew.reports.get(timeout=TICK_SECONDS)
@@ -127,14 +135,36 @@ class _Run:
         elif report.message is None:
             self._gone(report.member)
         else:
+            if report.member.role == "observer":
+                self._heard = time.monotonic()
             self._handlers[type(report.message)](report.member, report.message, report.tensors)
 
     def _spawn(self, rank: int, life: int) -> None:
         self._starting[rank] = self._crew.spawn("worker", rank, life)
         self._listener.worker_state(rank, "starting")
 
+    def _spawn_observer(self, life: int) -> Member:
+        """A new one is told all that the one before it had not finished."""
+        observer = self._crew.spawn("observer", -1, life)
+        self._heard = time.monotonic()
+        for part, tensors in self._parts:
+            observer.send(part, tensors)
+        if self._reached:
+            observer.send(m.Stop())
+        for rank in set(range(self._job.config.workers)) - set(self._workers) if life else ():
+            observer.send(m.Gone(rank))
+        for taken, tensors in self._snapshots.values():
+            observer.send(taken, tensors)
+        if self._dismissed:
+            observer.send(m.Dismissed())
+        return observer
+
     def _watch_the_clock(self) -> None:
         now = time.monotonic()
+        if (self._snapshots or self._dismissed) and now - self._heard > OBSERVER_SECONDS:
+            self._event("observer_hung", None, f"silent for {OBSERVER_SECONDS:.0f} s; ended")
+            self._heard = now
+            self._observer.kill()
         if self._began is None and now - self._started > START_SECONDS:
             silent = ", ".join(member.name for member in self._starting.values())
             raise RunFailed(
@@ -146,7 +176,7 @@ class _Run:
             self._forming_since = now
             told = self._stopped if len(self._stopped) < len(self._workers) else set(self._standing)
             for rank, member in self._workers.items():
-                if rank not in told:
+                if rank not in told and not member.delayed:
                     self._event("worker_hung", rank, f"did not answer for {self._settings.timeout:.0f} s; ended")
                     member.kill()
 
@@ -181,6 +211,7 @@ class _Run:
             self._listener.worker_state(record.worker, "training")
             self._write(record)
         elif isinstance(record, Evaluation):
+            self._step = max(self._step, record.step)
             if (record.split, record.step) not in self._evaluated:
                 existed = self._evaluated.get(("validation", record.step), record.time)
                 self._evaluated[(record.split, record.step)] = existed
@@ -191,25 +222,25 @@ class _Run:
 
     # -- membership ---------------------------------------------------------------------------------------------
     def _hello(self, member: Member, message: m.Hello, _: list[Tensor]) -> None:
-        if member.role == "observer":
-            for part, tensors in self._parts:
-                member.send(part, tensors)
-            if self._reached:
-                member.send(m.Stop())
-            for rank in set(range(self._job.config.workers)) - set(self._workers):
-                member.send(m.Gone(rank))
-            for taken, tensors in self._snapshots.values():
-                member.send(taken, tensors)
-            if self._dismissed:
-                member.send(m.Dismissed())
+        """It is there; a worker joins when it is built."""
+
+    def _ready(self, member: Member, message: m.Ready, _: list[Tensor]) -> None:
+        if self._starting.get(member.rank) is not member:
             return
-        if self._starting.get(member.rank) is member:
-            del self._starting[member.rank]
-            self._workers[member.rank] = member
-            if member.life:
-                self._event("worker_joined", member.rank)
+        del self._starting[member.rank]
+        self._failed_starts = 0
+        self._workers[member.rank] = member
+        self._tell_observer(m.Back(member.rank), [])
+        for slot in range(SLOTS):
+            if (member.rank, slot) not in self._snapshots:
+                member.send(m.SnapshotDone(member.rank, slot))
+        if member.life:
+            self._event("worker_joined", member.rank)
         if self._generation or not self._starting:
             self._regroup()
+
+    def _delayed(self, member: Member, message: m.Delayed, _: list[Tensor]) -> None:
+        member.delayed = message.waiting
 
     def _regroup(self) -> None:
         self._generation += 1
@@ -267,22 +298,42 @@ class _Run:
             self._raise(member, member.said)
         if member.role == "observer":
             return self._observer_gone(member)
+        if self._starting.get(member.rank) is member:
+            return self._did_not_start(member, "")
         if self._dismissed or self._workers.get(member.rank) is not member:
             return
         del self._workers[member.rank]
         self._listener.worker_state(member.rank, "lost")
         self._event("worker_lost", member.rank)
-        if self._observer is not None:
-            self._observer.send(m.Gone(member.rank))
-        self._lost(member)
-
-    def _lost(self, member: Member) -> None:
-        if self._settings.restart and member.life < WORKER_LIVES:
-            self._spawn(member.rank, member.life + 1)
+        self._tell_observer(m.Gone(member.rank), [])
         if not self._workers and (self._generation or not self._starting):
-            raise RunFailed(f"all workers are gone (the last was {member.name}); {self._remedy()}")
-        if self._generation or not self._starting:
+            raise RunFailed(f"all workers are gone ({member.name} {self._how(member)}); {self._remedy()}")
+        self._replace(member)
+
+    def _did_not_start(self, member: Member, how: str) -> None:
+        del self._starting[member.rank]
+        self._failed_starts += 1
+        self._listener.worker_state(member.rank, "lost")
+        self._event("worker_lost", member.rank, f"while starting {how}".rstrip())
+        if not self._workers and not self._starting:
+            raise WorkerFailed(f"no worker came up; {member.name} ended while starting {how}")
+        self._replace(member)
+
+    def _replace(self, member: Member) -> None:
+        """Go on with those that are there, and start another if asked to."""
+        if self._settings.restart and member.life < WORKER_LIVES and self._failed_starts < FAILED_STARTS:
+            self._spawn(member.rank, member.life + 1)
+        if self._workers and (self._generation or not self._starting):
             self._regroup()
+
+    def _how(self, member: Member) -> str:
+        """How a process ended, once the nursery has reaped it."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                report = self._crew.reports.get(timeout=1.0)
+                if isinstance(report, Ended) and report.pid == member.pid:
+                    return _ending(report.status)
+        return "ended"
 
     def _observer_gone(self, member: Member) -> None:
         if self._done or member is not self._observer:
@@ -290,28 +341,22 @@ class _Run:
         if member.life + 1 >= OBSERVER_LIVES:
             raise RunFailed(f"the observer died {OBSERVER_LIVES} times; {self._remedy()}")
         self._event("observer_lost")
-        self._observer = self._crew.spawn("observer", -1, member.life + 1)
+        self._observer = self._spawn_observer(member.life + 1)
 
     def _ended(self, pid: int, status: int) -> None:
         """A process has ended. Connections tell of those that had said hello; here come those that never did."""
-        if self._observer is not None and self._observer.pid == pid and self._observer.connection is None:
+        if self._observer.pid == pid and self._observer.connection is None:
             return self._observer_gone(self._observer)
-        for rank, member in list(self._starting.items()):
+        for member in list(self._starting.values()):
             if member.pid == pid and member.connection is None:
-                del self._starting[rank]
-                self._listener.worker_state(rank, "lost")
-                self._event("worker_lost", rank, f"while starting (exit status {status})")
-                if not self._workers and not self._starting:
-                    raise WorkerFailed(f"no worker came up; {member.name} ended with status {status}")
-                if self._generation or not self._starting:
-                    self._regroup()
+                self._did_not_start(member, f"({_ending(status)})")
 
     def _suspect(self, member: Member, message: m.Suspect, _: list[Tensor]) -> None:
         if message.rank < 0:
             self._complaints[member.rank] = time.monotonic()
             return
         accused = self._workers.get(message.rank)
-        if accused is not None and accused is not member:
+        if accused is not None and accused is not member and not accused.delayed:
             self._event("worker_hung", message.rank, f"{member.name} waited {message.seconds:.0f} s for it; ended")
             accused.kill()
 
@@ -324,7 +369,7 @@ class _Run:
             member.send(m.Granted(message.key, os.getpid(), granted))
 
     def _snapshot_taken(self, member: Member, message: m.SnapshotTaken, tensors: list[Tensor]) -> None:
-        self._snapshots[(message.rank, message.life, message.slot)] = (message, tensors)
+        self._snapshots[(message.rank, message.slot)] = (message, tensors)
         self._tell_observer(message, tensors)
 
     def _own_buffers(self, member: Member, message: m.OwnBuffers, tensors: list[Tensor]) -> None:
@@ -332,17 +377,15 @@ class _Run:
         self._tell_observer(message, tensors)
 
     def _tell_observer(self, message: object, tensors: list[Tensor]) -> None:
-        if self._observer is not None:
-            self._observer.send(message, tensors)
+        self._observer.send(message, tensors)
 
     def _snapshot_done(self, member: Member, message: m.SnapshotDone, _: list[Tensor]) -> None:
-        if (message.rank, message.life, message.slot) not in self._snapshots:
+        if (message.rank, message.slot) not in self._snapshots:
             return  # a new observer did again what the old one had done
-        taken, _tensors = self._snapshots.pop((message.rank, message.life, message.slot))
+        taken, _tensors = self._snapshots.pop((message.rank, message.slot))
         self._parts = [(p, t) for p, t in self._parts if p.step > taken.snapshot.step]
-        owner = self._workers.get(message.rank)
-        if owner is not None and owner.life == message.life:
-            owner.send(message)
+        if message.rank in self._workers:
+            self._workers[message.rank].send(message)
 
     def _stop(self, member: Member, message: m.Stop, _: list[Tensor]) -> None:
         self._reached = True
@@ -351,10 +394,12 @@ class _Run:
             worker.send(m.Stop())
 
     def _left(self, member: Member, message: m.Left, _: list[Tensor]) -> None:
-        member.left = True
         if member.role == "observer":
             self._done = True
             return
+        if message.generation != self._generation:
+            return  # it has not heard yet that somebody died
+        member.left = True
         self._listener.worker_state(member.rank, "finished")
         if all(w.left for w in self._workers.values()) and self._forming_since is None:
             self._dismissed = True
@@ -377,3 +422,8 @@ class _Run:
     def _last_good(self) -> str:
         saved = sorted((self._job.directory / "checkpoints").glob("step-*"))
         return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was made yet"
+
+
+def _ending(status: int) -> str:
+    """An exit status in words."""
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
