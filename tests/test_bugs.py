@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torrential as tt
-from torrential import run
+from torrential import prepare
 from torrential.errors import BadInput
 from torrential.records import Event, read_records
 
@@ -100,13 +100,13 @@ def test_a_slow_evaluation_is_no_hung_worker(tmp_path: Path) -> None:
 def test_a_run_under_way_cannot_be_resumed(tmp_path: Path) -> None:
     """Found by attack: a second process resumed a running run, and both wrote over each other."""
     task = tt.Task(model=lookup(), loss=F.cross_entropy, train=data(), test=data(), epochs=1)
-    job = run.prepare(run.Request(task=task, options={}), tmp_path / "run")
+    job = prepare.prepare(prepare.Request(task=task, options={}), tmp_path / "run")
     with pytest.raises(BadInput, match="still going on"):
-        run.prepare_resume(job.directory, task)
-    run._unlock(job.directory)
+        prepare.prepare_resume(job.directory, task)
+    prepare.unlock(job.directory)
     changed = tt.Task(model=lookup(), loss=F.cross_entropy, train=data(200), test=data(), epochs=1)
     with pytest.raises(BadInput, match="training samples: 87 then, 180 now"):
-        run.prepare_resume(job.directory, changed)
+        prepare.prepare_resume(job.directory, changed)
 
 
 def test_a_model_that_freezes_itself(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ LAYERS = [
     {"params", "server"},
     {"strategies"},
     {"checkpoint", "trainer"},
-    {"worlds", "run", "progress"},
+    {"worlds", "prepare", "run", "progress"},
     {"study"},
     {"report", "cli", "__main__"},
 ]

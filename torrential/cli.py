@@ -62,7 +62,7 @@ def train(
 ) -> None:
     """Train TASK on this machine's processes."""
     with _launching() as launch:
-        from torrential import records, run
+        from torrential import prepare, records, run
         from torrential.data import find
         from torrential.progress import Progress, final_table
         from torrential.tasks import load_task
@@ -81,12 +81,12 @@ def train(
             changed = [f"--{name}" for name, value in given.items() if value is not None] + ["--set"] * bool(set_)
             if changed:
                 raise BadInput(f"a resumed run keeps its options; leave out {', '.join(changed)}")
-            job = run.prepare_resume(resume, None if task is None else load_task(task))
+            job = prepare.prepare_resume(resume, None if task is None else load_task(task))
         elif task is None:
             raise BadInput("which task? give a built-in name (see 'torrential tasks') or file.py[:name]")
         else:
             loaded = load_task(task)
-            asked = run.Request(
+            asked = prepare.Request(
                 task=loaded,
                 source=task,
                 strategy=strategy or "allreduce",
@@ -100,7 +100,7 @@ def train(
                 seed=seed or 0,
                 device=device or "auto",
             )
-            job = run.prepare(asked, out)
+            job = prepare.prepare(asked, out)
         _err.print(f"run directory: {job.directory}", highlight=False)
         try:
             result = run.execute(

@@ -1,0 +1,276 @@
+"""From what the user asked for to a job that a world can run: everything that can be checked before it starts."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from torrential import checkpoint as checkpoints
+from torrential import records
+from torrential.comm import futex
+from torrential.config import RunConfig, Settings
+from torrential.data.batches import Batches
+from torrential.errors import BadInput, TaskFailed, UnknownName
+from torrential.records import Evaluation, Summary
+from torrential.strategies import STRATEGIES, make_strategy
+from torrential.strategies.base import Strategy
+from torrential.task import Task, with_validation
+from torrential.tasks import load_task
+from torrential.version import __version__
+from torrential.worlds.base import Job
+
+_held: dict[Path, int] = {}  # directories of runs under way in this process, locked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for, not yet checked."""
+
+    task: Task
+    source: str | None = None
+    strategy: str = "allreduce"
+    options: dict[str, Any]
+    workers: int = 1
+    epochs: int | None = None
+    steps: int | None = None
+    target: float | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    seed: int = 0
+    device: str = "auto"
+
+
+def prepare(asked: Request, out: Path | None) -> Job:
+    """Check everything that can be checked before a process is started, and make the run's directory."""
+    strategy, settings = _split_options(asked.strategy, asked.options)
+    task = with_validation(asked.task, asked.seed)
+    task = replace(
+        task,
+        batch_size=task.batch_size if asked.batch_size is None else asked.batch_size,
+        epochs=task.epochs if asked.epochs is None else asked.epochs,
+        optimizer=task.optimizer if asked.lr is None else task.optimizer.with_lr(asked.lr),
+        target=task.target if asked.target is None else asked.target,
+    )
+    for name, value in (("workers", asked.workers), ("steps", asked.steps)):
+        if value is not None and value < 1:
+            raise BadInput(f"--{name} must be at least 1 (given: {value})")
+    samples = len(task.train)  # type: ignore[arg-type]
+    if asked.workers > samples:
+        raise BadInput(
+            f"more workers than training samples (workers: {asked.workers}, samples: {samples}); "
+            f"use --workers {samples}"
+        )
+    _try_once(task)
+    config = RunConfig(
+        task=task.name,
+        source=_lasting(asked.source),
+        strategy=asked.strategy,
+        options=msgspec.to_builtins(strategy),
+        world="local",
+        workers=asked.workers,
+        servers=0,
+        epochs=task.epochs,
+        steps=asked.steps,
+        target=task.target,
+        samples=samples,
+        batch_size=task.batch_size,
+        lr=task.optimizer.lr,
+        optimizer=task.optimizer.describe(),
+        seed=asked.seed,
+        device=_device(asked.device),
+        settings=settings,
+    )
+    directory = records.create_run_directory(out or _fresh_directory(task.name, asked.strategy))
+    versions, hardware = records.describe_machine()
+    manifest = records.Manifest(
+        torrential=__version__,
+        config=msgspec.to_builtins(config),
+        versions=versions,
+        hardware=hardware,
+        seed=asked.seed,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=sys.argv,
+    )
+    records.write_manifest(directory, manifest)
+    _lock(directory)
+    return Job(config, task, strategy, directory)
+
+
+def prepare_resume(directory: Path, task: Task | None = None) -> Job:
+    """A job that goes on from the last good checkpoint of a run."""
+    manifest = records.read_manifest(directory)
+    _lock(directory)
+    try:
+        return _resumed(directory, manifest, task)
+    except BaseException:
+        unlock(directory)
+        raise
+
+
+def _resumed(directory: Path, manifest: records.Manifest, task: Task | None) -> Job:
+    try:
+        config = msgspec.convert(manifest.config, RunConfig)
+    except msgspec.ValidationError as error:
+        path = directory / records.MANIFEST
+        raise BadInput(f"{path} is damaged ({error}); take it from a copy, or start a new run") from error
+    if task is None:
+        if config.source is None:
+            raise BadInput(f"the task of {directory} was made in a program; go on with tt.train(task, resume=...)")
+        task = load_task(config.source)
+    task = replace(
+        with_validation(task, config.seed),
+        batch_size=config.batch_size,
+        epochs=config.epochs,
+        optimizer=task.optimizer.with_lr(config.lr),
+    )
+    path = directory / records.RECORDS
+    if path.exists() and any(isinstance(r, Summary) for r in records.read_records(path)):
+        raise BadInput(f"the run in {directory} is finished; start another one, or look at it there")
+    checkpoint, skipped = checkpoints.latest(directory / "checkpoints")
+    _check_same(directory, config, task, checkpoint)
+    for why in skipped:
+        print(f"skipped a damaged checkpoint: {why}", file=sys.stderr)
+    kept = records.trim_records(path, checkpoint.step if checkpoint else 0)
+    if checkpoint is None:
+        kept = []
+        path.unlink(missing_ok=True)
+    evaluations = [r for r in kept if isinstance(r, Evaluation)]
+    if checkpoint and any(reaches(config.target, task, e.value) for e in evaluations):
+        config = msgspec.structs.replace(config, steps=checkpoint.step)  # only the last word is missing
+    return Job(
+        config,
+        task,
+        make_strategy(config.strategy, config.options),
+        directory,
+        checkpoint,
+        elapsed=max((r.time for r in kept if not isinstance(r, Summary)), default=0.0),
+        evaluated={(e.split, e.step): e.time for e in evaluations},
+    )
+
+
+def _check_same(directory: Path, config: RunConfig, task: Task, checkpoint: checkpoints.Checkpoint | None) -> None:
+    """A run goes on only with the task it was begun with."""
+    samples = len(task.train)  # type: ignore[arg-type]
+    if samples != config.samples:
+        raise BadInput(
+            f"the task of {directory} has changed (training samples: {config.samples} then, {samples} now); "
+            "start another run"
+        )
+    if task.optimizer.describe() != config.optimizer:
+        raise BadInput(f"the task's optimizer has changed ({config.optimizer} then, {task.optimizer.describe()} now)")
+    if checkpoint is not None:
+        now = {name: tuple(tensor.shape) for name, tensor in task.model().state_dict().items()}
+        then = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
+        if now != then:
+            odd = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+            raise BadInput(f"the task's model has changed since {directory} (at: {odd[0]}); start another run")
+
+
+def _lock(directory: Path) -> None:
+    """One process at a time may write to a run's directory; the lock goes with the process."""
+    fd = os.open(directory / records.MANIFEST, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise BadInput(f"the run in {directory} is still going on; wait for it, or end it first") from error
+    _held[directory] = fd
+
+
+def unlock(directory: Path) -> None:
+    if directory in _held:
+        os.close(_held.pop(directory))
+
+
+def _split_options(name: str, options: dict[str, Any]) -> tuple[Strategy, Settings]:
+    """Options after --set belong to the strategy or to the world; each name to one of them."""
+    if name not in STRATEGIES:
+        raise UnknownName("strategy", name, STRATEGIES)
+    of_strategy, of_world = STRATEGIES[name].__struct_fields__, Settings.__struct_fields__
+    for option in options:
+        if option not in (*of_strategy, *of_world):
+            raise UnknownName("option", option, (*of_strategy, *of_world))
+    strategy = make_strategy(name, {k: v for k, v in options.items() if k in of_strategy})
+    try:
+        settings = msgspec.convert({k: v for k, v in options.items() if k in of_world}, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"bad option: {error} (given: {options})") from error
+    for option in ("threads", "evaluate_every", "timeout"):
+        value = getattr(settings, option)
+        if value is not None and value <= 0:
+            raise BadInput(f"{option} must be above zero (given: {value})")
+    if settings.transport == "shared" and not futex.supported():
+        settings = msgspec.structs.replace(settings, transport="unix")  # flags in memory need x86-64 on Linux
+    if settings.algorithm == "shared" and settings.transport != "shared":
+        raise BadInput(
+            f"algorithm=shared needs transport=shared (given: transport={settings.transport}); use algorithm=direct"
+        )
+    return strategy, settings
+
+
+def _try_once(task: Task) -> None:
+    """Run one sample through model and loss, so that what does not fit together is known before anything starts."""
+    try:
+        inputs, targets = Batches(task.train).fetch(torch.arange(min(2, len(task.train))))  # type: ignore[arg-type]
+    except BadInput:
+        raise
+    except Exception as error:
+        raise TaskFailed(f"the task's train set cannot be read: {type(error).__name__}: {error}") from error
+    try:
+        model = task.model()
+        if not any(p.requires_grad for p in model.parameters()):
+            raise BadInput("the model has no trainable parameters; unfreeze some")
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+            raise BadInput("the model has lazy layers; give their sizes, or run one batch in the model's factory")
+        odd = [name for name, value in model.state_dict().items() if not torch.is_tensor(value)]
+        if odd:
+            raise BadInput(f"the model keeps state that is not a tensor ({odd[0]}), which checkpoints cannot hold")
+        with torch.no_grad():
+            loss = task.loss(model(inputs), targets)
+    except BadInput:
+        raise
+    except Exception as error:
+        sizes = f"inputs {tuple(getattr(inputs, 'shape', ()))}, targets {tuple(getattr(targets, 'shape', ()))}"
+        raise TaskFailed(
+            f"the task's model and loss do not run on its data ({sizes}): {type(error).__name__}: {error}"
+        ) from error
+    if not torch.is_tensor(loss) or loss.numel() != 1:
+        raise TaskFailed(f"the task's loss must return one number, the mean over the batch (it returned {loss!r})")
+
+
+def _device(asked: str) -> str:
+    if asked not in ("auto", "cpu", "cuda"):
+        raise BadInput(f"no device {asked!r}; use auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        raise BadInput("--device cuda: this machine has no usable GPU; use --device cpu")
+    return "cuda" if available and asked != "cpu" else "cpu"
+
+
+def _lasting(source: str | None) -> str | None:
+    """A task's source that still holds in another working directory."""
+    return str(Path(source).absolute()) if source and ".py" in source else source
+
+
+def _fresh_directory(task: str, strategy: str) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    name = f"{Path(task).stem}-{strategy}-{stamp}"
+    path, number = Path("runs") / name, 1
+    while path.exists():
+        number += 1
+        path = Path("runs") / f"{name}-{number}"
+    return path
+
+
+def reaches(target: float | None, task: Task, value: float) -> bool:
+    return target is not None and (value >= target if task.maximize else value <= target)
