@@ -127,3 +127,26 @@ def test_a_model_that_freezes_itself(tmp_path: Path) -> None:
     task = tt.Task(model=Freezing, loss=F.cross_entropy, train=data(), test=data(), epochs=3)
     result = tt.train(task, workers=2, out=tmp_path / "run", progress=False)
     assert len(read_records(result.out / "records.jsonl")) == len(result.history)
+
+
+RACE = """
+import sys, threading
+sys.setswitchinterval(1e-6)
+from torrential.comm import wire
+from torrential.worlds.local import messages
+together = threading.Barrier(8)
+def make():
+    together.wait()
+    wire.decoder(messages.Any)
+threads = [threading.Thread(target=make) for _ in range(8)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+"""
+
+
+def test_decoders_may_be_made_by_several_threads_at_once() -> None:
+    """A supervisor once ended with SIGSEGV in the suite: workers that connected at the same moment made their decoders
+    in two threads, and msgspec, looking up the same types twice, read a null pointer. This crashed 4 times in 12."""
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", RACE], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=40)
+        assert done.returncode == 0

@@ -68,6 +68,7 @@ class Messenger:
         self.generation = 0
         self.strangers = 0
         self._closed = False
+        wire.decoder(Data | Greeting)  # its types are known before threads begin to read
         self._peers: dict[int, Peer] = {}
         self._arrived: dict[Key, list[Tensor]] = {}
         self._expected: dict[Key, Sequence[Tensor]] = {}

@@ -13,6 +13,7 @@ import math
 import os
 import socket
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -60,13 +61,22 @@ def empty(shape: Shape) -> Tensor:
     return torch.empty(shape.sizes, dtype=_DTYPES[shape.dtype])
 
 
+_building = threading.Lock()
+
+
+def decoder(messages: Any) -> Any:
+    """A decoder of frames. msgspec looks types up when it makes one and must not be entered twice meanwhile."""
+    with _building:
+        return msgspec.msgpack.Decoder(Envelope[messages])
+
+
 class Connection(Generic[M]):
     """One stream, frames both ways. Reading and writing may each be done by one thread at a time."""
 
     def __init__(self, sock: socket.socket, messages: Any) -> None:
         self._sock = sock
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Envelope[messages])
+        self._decoder = decoder(messages)
 
     def send(self, message: M, tensors: Sequence[Tensor] = ()) -> int:
         """Write one frame; returns the payload's bytes."""

@@ -75,6 +75,7 @@ class Crew:
         self._listener, self._address = wire.listen(f"unix:@torrential-{secrets.token_hex(8)}")
         self.reports: queue.SimpleQueue[Report | Ended | None] = queue.SimpleQueue()
         self._closed = False
+        wire.decoder(m.Any)  # its types are known before threads begin to read
         self._expected: dict[tuple[str, int, int], Member] = {}
         for target in (self._accept, self._watch_nursery):
             threading.Thread(target=target, daemon=True).start()
