@@ -474,3 +474,8 @@ def test_too_little_shared_memory(
     ended = main_here("train", "digits", "--workers", 2, "--device", "cpu", "--out", tmp_path / "out")
     message = one_message(ended, 1)
     assert "too little memory" in message and "200,000" in message and "fewer workers" in message
+
+
+def test_a_target_that_no_accuracy_can_reach(refused: Callable[..., str]) -> None:
+    message = refused("train", "digits", "--target", "98")
+    assert "98" in message and "between 0 and 1" in message

@@ -203,7 +203,8 @@ def main() -> None:
         code = 128 + int(end.args[0])
     except Exception as error:
         if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "format_message"):
-            _err.print(f"[red]error:[/red] {_escape(_usage(error))}", highlight=False, soft_wrap=True)
+            if text := _usage(error):  # none where the help itself was the answer
+                _err.print(f"[red]error:[/red] {_escape(text)}", highlight=False, soft_wrap=True)
             code = 2
         else:
             raise

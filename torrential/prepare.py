@@ -64,6 +64,8 @@ def prepare(asked: Request, out: Path | None) -> Job:
     for name, value in (("workers", asked.workers), ("steps", asked.steps)):
         if value is not None and value < 1:
             raise BadInput(f"--{name} must be at least 1 (given: {value})")
+    if task.target is not None and task.metric_name == "accuracy" and not 0 <= task.target <= 1:
+        raise BadInput(f"an accuracy is between 0 and 1 (target: {task.target}); try --target 0.97")
     samples = len(task.train)  # type: ignore[arg-type]
     if asked.workers > samples:
         raise BadInput(
