@@ -147,7 +147,7 @@ def _resumed(directory: Path, manifest: records.Manifest, task: Task | None) -> 
         kept = []
         path.unlink(missing_ok=True)
     evaluations = [r for r in kept if isinstance(r, Evaluation)]
-    if checkpoint and any(reaches(config.target, task, e.value) for e in evaluations):
+    if checkpoint and any(task.reaches(config.target, e.value) for e in evaluations):
         config = msgspec.structs.replace(config, steps=checkpoint.step)  # only the last word is missing
     return Job(
         config,
@@ -272,7 +272,3 @@ def _fresh_directory(task: str, strategy: str) -> Path:
         number += 1
         path = Path("runs") / f"{name}-{number}"
     return path
-
-
-def reaches(target: float | None, task: Task, value: float) -> bool:
-    return target is not None and (value >= target if task.maximize else value <= target)

@@ -16,7 +16,7 @@ from torrential import checkpoint as checkpoints
 from torrential import records
 from torrential.data.deal import Deal
 from torrential.errors import RunFailed
-from torrential.prepare import Request, prepare, prepare_resume, reaches, unlock
+from torrential.prepare import Request, prepare, prepare_resume, unlock
 from torrential.records import Evaluation, Event, Record, RecordWriter, Step, Summary
 from torrential.strategies.base import Strategy
 from torrential.task import Task
@@ -148,7 +148,7 @@ def summarise(job: Job, history: list[Record]) -> Summary:
     steps = [r for r in history if isinstance(r, Step)]
     evaluations = [r for r in history if isinstance(r, Evaluation)]
     test = next((e for e in reversed(evaluations) if e.split == "test"), None)
-    reached = [e for e in evaluations if e.split == "validation" and reaches(config.target, job.task, e.value)]
+    reached = [e for e in evaluations if e.split == "validation" and job.task.reaches(config.target, e.value)]
     return Summary(
         task=config.task,
         strategy=config.strategy,

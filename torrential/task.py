@@ -175,6 +175,10 @@ class Task:
             if role != "validation" or self.validation is not None:
                 _check_dataset(role, getattr(self, role))
 
+    def reaches(self, target: float | None, value: float) -> bool:
+        """Whether a value of the metric is as good as a target."""
+        return target is not None and (value >= target if self.maximize else value <= target)
+
     @property
     def metric_name(self) -> str:
         function = getattr(self.metric, "func", self.metric)  # a functools.partial is named after its function

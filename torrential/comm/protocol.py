@@ -100,14 +100,6 @@ class Meter:
     clock: Callable[[], float] = field(default=time.perf_counter, repr=False)
 
     @contextmanager
-    def communicating(self) -> Iterator[None]:
-        start = self.clock()
-        try:
-            yield
-        finally:
-            self.communicate += self.clock() - start
-
-    @contextmanager
     def waiting(self) -> Iterator[None]:
         start = self.clock()
         try:

@@ -33,7 +33,6 @@ class _Observing:
         self._inbox = link.box(m.SnapshotTaken, m.OwnBuffers, m.Gone, m.Back, m.Noted, m.Stop, m.Dismissed)
         self._buffers = Buffers(link, -1)
         self._observer = Observer(job.task, job.config, job.strategy, torch.device(job.config.device), job.directory)
-        self._target, self._maximize = job.config.target, job.task.maximize
         self._snapshots: list[tuple[m.SnapshotTaken, list[Tensor]]] = []
         self._parts: dict[int, dict[int, dict[str, Tensor]]] = {}  # step -> rank -> that worker's buffers
         self._gone: set[int] = set()
@@ -83,11 +82,9 @@ class _Observing:
         self._note(evaluation)
         self._observer.save(taken.snapshot, flat, rest, self._parts.get(taken.snapshot.step, {}))
         self._last = taken.snapshot
-        if self._target is not None:
-            better = evaluation.value >= self._target if self._maximize else evaluation.value <= self._target
-            if better:
-                self._reached = True
-                self._link.send(m.Stop())
+        if self._observer.task.reaches(self._observer.config.target, evaluation.value):
+            self._reached = True
+            self._link.send(m.Stop())
 
     def _note(self, evaluation: Evaluation) -> None:
         """Return when the supervisor has written it: no checkpoint shall exist whose evaluation is not on record."""
