@@ -39,7 +39,8 @@ WORKERS = 2
 LOOK_SECONDS = 0.002
 PATIENCE_SECONDS = 120.0
 MODELS = {
-    "digits": ["digits", "--epochs", "12"],
+    "digits": ["digits", "--epochs", "30"],
+    "fashion": ["fashion-mlp", "--epochs", "4", "--lr", "0.01"],
     "digits-mlp": ["digits-mlp", "--epochs", "60"],
     "mlp": [str(Path(__file__).with_name("models.py")) + ":mlp", "--steps", "40"],
 }

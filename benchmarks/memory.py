@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Self
 
@@ -25,9 +26,13 @@ class MemoryWatch:
             now = time.monotonic()
             self._samples.append((now, sum(pss(pid) for root in self._roots for pid in tree(root))))
 
-    def highest(self, start: float, end: float) -> int | None:
-        """Bytes; None if no sample fell between the two times, or this system does not tell."""
-        return max((size for at, size in self._samples if start <= at <= end), default=0) or None
+    def typical(self, start: float, end: float) -> int | None:
+        """The median in bytes; None if no sample fell between the two times, or this system does not tell."""
+        sizes = [size for at, size in self._samples if start <= at <= end and size]
+        return int(median(sizes)) if sizes else None
+
+    def highest(self) -> int | None:
+        return max((size for _, size in self._samples), default=0) or None
 
     def __enter__(self) -> Self:
         if self._roots:

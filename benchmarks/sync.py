@@ -62,7 +62,8 @@ class Outcome:
     rate: float  # samples per second, all workers together
     steps: float  # of one worker that were timed
     first_step: float  # seconds from the command to the end of the first step
-    memory: int | None  # bytes of the whole process tree, if asked for: the highest in the second half of training
+    memory: int | None  # bytes of the whole process tree, if asked for: the median in the second half of training
+    peak: int | None  # the highest from start to end; ours then holds the last snapshot, evaluated and saved
     shares: dict[str, float] | None = None  # of time: compute, communicate, wait
 
 
@@ -107,7 +108,8 @@ def _ours(options: Options, workers: int, directory: Path, sample: bool) -> Outc
         rate=(last.samples - first.samples) / (last.time - first.time),
         steps=last.step - first.step,
         first_step=seen - began,
-        memory=memory.highest(zero + (mine[0].time + last.time) / 2, zero + last.time),
+        memory=memory.typical(zero + (mine[0].time + last.time) / 2, zero + last.time),
+        peak=memory.highest(),
         shares={part: seconds / sum(parts.values()) for part, seconds in parts.items()},
     )
 
@@ -169,7 +171,8 @@ def _other(kind: str, flags: list[str], options: Options, directory: Path, sampl
         rate=sum(done) * reports[0]["batch"] / (end - start),
         steps=sum(done) / workers,
         first_step=max(e[0] for e in ends) - began,
-        memory=memory.highest((min(e[0] for e in ends) + end) / 2, end),
+        memory=memory.typical((min(e[0] for e in ends) + end) / 2, end),
+        peak=memory.highest(),
     )
 
 
@@ -221,7 +224,7 @@ def table(results: dict[str, list[Outcome]], first: dict[str, Outcome], options:
         "× alone+malloc",
         "× ddp",
         "first step",
-        "memory",
+        "memory (peak)",
         "compute/comm/wait",
     ):
         shown.add_column(column, justify="right")
@@ -229,7 +232,7 @@ def table(results: dict[str, list[Outcome]], first: dict[str, Outcome], options:
         if not outcomes:
             continue
         rates = [o.rate for o in outcomes]
-        memory = first[name].memory
+        memory, peak = first[name].memory, first[name].peak
         ratios = [ratio(outcomes, results.get(other)) for other in ("alone", "alone+malloc", "ddp")]
         shares = outcomes[-1].shares
         shown.add_row(
@@ -238,7 +241,7 @@ def table(results: dict[str, list[Outcome]], first: dict[str, Outcome], options:
             f"{min(rates):,.0f}–{max(rates):,.0f}",
             *("" if r is None else f"{r:.2f}" for r in ratios),
             f"{median(o.first_step for o in outcomes):.2f} s",
-            f"{memory / 1e9:.2f} GB" if memory else "",
+            f"{memory / 1e9:.2f} ({peak / 1e9:.2f}) GB" if memory and peak else "",
             " / ".join(f"{share:.0%}" for share in shares.values()) if shares else "",
         )
     return shown
@@ -271,7 +274,7 @@ def main() -> None:
             console.print(f"round {number + 1}  {name:14} {rate:8,.0f} samples/s", highlight=False)
         if given.json:
             rows = {name: [asdict(o) for o in outcomes] for name, outcomes in results.items()}
-            memory = {name: o.memory for name, o in first.items()}
+            memory = {name: [o.memory, o.peak] for name, o in first.items()}
             found = {"machine": host, "options": asdict(options), "memory": memory, "results": rows}
             given.json.write_text(json.dumps(found, indent=2) + "\n")
     console.print(table(results, first, options))
