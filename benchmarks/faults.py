@@ -39,8 +39,8 @@ WORKERS = 2
 LOOK_SECONDS = 0.002
 PATIENCE_SECONDS = 120.0
 MODELS = {
-    "digits": ["digits", "--epochs", "30"],
-    "fashion": ["fashion-mlp", "--epochs", "4", "--lr", "0.01"],
+    "digits": ["digits", "--epochs", "20", "--set", "schedule=cosine"],
+    "fashion": ["fashion-mlp", "--epochs", "4", "--set", "schedule=cosine"],
     "digits-mlp": ["digits-mlp", "--epochs", "60"],
     "mlp": [str(Path(__file__).with_name("models.py")) + ":mlp", "--steps", "40"],
 }

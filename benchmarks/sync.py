@@ -9,6 +9,10 @@ python -m benchmarks.sync --model mlp --workers 2 --steps 60 --rounds 5
     ours            `torrential train --workers N`; ours1: one worker
     NAME+malloc     the same with torrential's malloc settings, which the C library leaves to each program
     ddp+tuned       DDP with every option that makes it faster here
+    ours+late       nothing is summed before backward is over; also ours+tcp, ours+tcp+late, ours+native, ...
+
+Where a contender ran with and without +late, the share of communication that overlap hides behind backward is told:
+the time it saves per step, divided by the time of communication per step when nothing overlaps.
 
 All have one thread per process (but plain2threads), the same model, batch, and fused optimizer. Every round starts
 each contender anew, one after the other; ratios are medians of the ratios within a round. Round 0 is not timed: it
@@ -40,6 +44,7 @@ from torrential.records import RECORDS, Evaluation, Step, describe_machine, read
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTENDERS = "plain1,plain1+malloc,plain2threads,alone,alone+malloc,ddp,ddp+tuned,ours,ours1"
+OURS = {"late": "overlap=false", "unix": "transport=unix", "tcp": "transport=tcp", "native": "algorithm=native"}
 NEVER = 10**9  # steps between two snapshots
 TIMEOUT_SECONDS = 600.0
 POLL_SECONDS = 0.005
@@ -72,18 +77,21 @@ def measure(name: str, options: Options, memory: bool = False) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
         kind, *flags = name.split("+")
         if kind in ("ours", "ours1"):
-            return _ours(options, 1 if kind == "ours1" else options.workers, Path(directory), memory)
+            return _ours(options, 1 if kind == "ours1" else options.workers, flags, Path(directory), memory)
         return _other(kind, flags, options, Path(directory), memory)
 
 
 # -- torrential, by its command line ----------------------------------------------------------------------------------
-def _ours(options: Options, workers: int, directory: Path, sample: bool) -> Outcome:
+def _ours(options: Options, workers: int, flags: list[str], directory: Path, sample: bool) -> Outcome:
+    if not {*flags} <= OURS.keys():
+        raise SystemExit(f"no variant {'+'.join(flags)!r} of ours; there are {', '.join(OURS)}")
     task = options.model if options.optimizer == "sgd" else f"{options.model}_{options.optimizer}"
     out = directory / "run"
     command = [
         *(sys.executable, "-m", "torrential", "train", f"{ROOT / 'benchmarks/models.py'}:{task}"),
         *("--workers", str(workers), "--steps", str(options.steps), "--device", "cpu", "--json", "--out", str(out)),
         *("--set", "threads=1", "--set", f"evaluate_every={NEVER}"),
+        *(word for flag in flags for word in ("--set", OURS[flag])),
     ]
     began = time.monotonic()
     with open(directory / "log", "w+") as log:
@@ -247,6 +255,16 @@ def table(results: dict[str, list[Outcome]], first: dict[str, Outcome], options:
     return shown
 
 
+def hidden(overlapped: list[Outcome], late: list[Outcome]) -> float:
+    """The share of communication that overlap hides, the median over the rounds."""
+    shares = []
+    for a, b in zip(overlapped, late, strict=True):
+        assert b.shares is not None
+        communication = (b.shares["communicate"] + b.shares["wait"]) / b.rate
+        shares.append((1 / b.rate - 1 / a.rate) / communication)
+    return median(shares)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("mlp", "cnn"), default="mlp")
@@ -278,6 +296,10 @@ def main() -> None:
             found = {"machine": host, "options": asdict(options), "memory": memory, "results": rows}
             given.json.write_text(json.dumps(found, indent=2) + "\n")
     console.print(table(results, first, options))
+    for name in names:
+        if f"{name}+late" in names:
+            share = hidden(results[name], results[f"{name}+late"])
+            console.print(f"{name}: overlap hides {share:.0%} of communication behind backward", highlight=False)
     console.print(f"load at the end {os.getloadavg()[0]:.2f}", highlight=False)
 
 

@@ -129,6 +129,14 @@ def mark() -> Iterator[None]:
     del os.environ[MARK[0]]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests measure of this machine stays out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left_by_module(mark: None) -> Iterator[None]:
     """For what fixtures that live longer than one test start."""

@@ -63,6 +63,17 @@ def test_a_subclass_with_its_own_items_keeps_them() -> None:
         assert torch.equal(Batches(dataset).fetch(torch.tensor([2, 1]))[0], INPUTS[[2, 1]] * 2)
 
 
+class Negating(TensorDataset):
+    def augment(self, inputs: Tensor) -> Tensor:
+        return -inputs
+
+
+def test_a_subclass_may_augment_whole_batches() -> None:
+    for dataset in (Negating(INPUTS, TARGETS), Subset(Negating(INPUTS, TARGETS), range(20))):
+        inputs, targets = Batches(dataset).fetch(torch.tensor([2, 1]))
+        assert torch.equal(inputs, -INPUTS[[2, 1]]) and targets.tolist() == [2, 1]
+
+
 def test_getitems_is_used() -> None:
     class Many(Listed):
         def __getitems__(self, indices: list[int]) -> list[Any]:

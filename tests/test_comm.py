@@ -24,9 +24,9 @@ from torch import Tensor
 from torrential.comm import messenger as messaging
 from torrential.comm import wire
 from torrential.comm.carrier import Carrier, Operation
-from torrential.comm.direct import DirectCarrier
 from torrential.comm.messenger import Data, Greeting, Messenger, settle
 from torrential.comm.protocol import ALIGNMENT, Meter, Part, slices
+from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.shared import MAIL_BYTES, SMALL_BYTES, WORDS, SharedCarrier
 from torrential.errors import PeerLost, Regrouped, WaitedTooLong
 
@@ -82,7 +82,7 @@ class Group:
             else:
                 address = "tcp:127.0.0.1:0" if kind == "tcp" else f"unix:@torrential-{name}-{rank}"
                 self.messengers[rank] = Messenger(rank, 0, address, TOKEN)
-                self.carriers[rank] = DirectCarrier(rank, Meter(), check, timeout, self.messengers[rank])
+                self.carriers[rank] = ScheduledCarrier(rank, Meter(), check, timeout, self.messengers[rank])
         self.regroup(1, ranks)
 
     def _check(self, rank: int) -> Callable[[], None]:
@@ -470,20 +470,21 @@ def test_a_payload_lands_in_the_tensor_that_was_named_for_it(kind: str) -> None:
         sent = high.send(0, "gradient", [values])
         until(lambda: low.arrived(2, "gradient"))
         assert torch.equal(target, values)  # before anybody takes it: it was received right there
-        low.take(2, "gradient", [target])
-        assert target.data_ptr() == place and torch.equal(target, values)
+        (taken,) = low.take(2, "gradient")
+        assert taken.data_ptr() == place and torch.equal(taken, values)
         assert not low.arrived(2, "gradient")
         until(sent.done)
 
 
-def test_a_message_that_came_too_early_is_copied_to_its_place() -> None:
+def test_a_message_that_came_too_early_lies_in_fresh_memory() -> None:
     with two_messengers() as (low, high):
         high.send(0, "early", [torch.arange(5), torch.ones(2, 3)])
         until(lambda: low.arrived(2, "early"))
         first, second = torch.zeros(5, dtype=torch.int64), torch.zeros(6)
         low.expect(2, "early", [first, second])
-        low.take(2, "early", [first, second])
-        assert first.tolist() == [0, 1, 2, 3, 4] and second.tolist() == [1] * 6
+        taken = low.take(2, "early")
+        assert taken[0].tolist() == [0, 1, 2, 3, 4] and taken[1].flatten().tolist() == [1] * 6
+        assert not low._expected and first.tolist() == [0] * 5
 
 
 def test_two_large_messages_may_cross_each_other() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from torrential.comm.schedules import ALGORITHMS
 from torrential.records import Evaluation, Event, Record, Step, Summary, read_records
 
 pytestmark = pytest.mark.timeout(120)
@@ -163,6 +164,29 @@ def test_a_killed_worker_costs_nothing_but_its_hands(
     assert [e.worker for e in run.events("worker_lost")] == [victim]
     others = ", ".join(str(r) for r in range(workers) if r != victim)
     assert [e.detail for e in run.events("regrouped")] == [f"workers {others}"]
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "hierarchical"])
+def test_a_death_is_survived_with_every_algorithm(start: Callable[..., Run], algorithm: str) -> None:
+    sets = ["--set", f"algorithm={algorithm}"]
+    if algorithm == "hierarchical":
+        sets += ["--set", "hosts=2"]
+    run = start("digits-mlp", "--workers", 3, "--epochs", 10, *sets)
+    run.until_training(10)
+    run.kill("tt-worker-0")  # the root of the naive one, the first of its host
+    check_complete(run, 10)
+    assert [e.worker for e in run.events("worker_lost")] == [0]
+    assert run.events("regrouped")[-1].detail == "workers 1, 2"
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
+def test_a_hung_worker_is_found_where_all_wait_for_one_another(start: Callable[..., Run], algorithm: str) -> None:
+    run = start("digits-mlp", "--workers", 3, "--epochs", 10, "--set", "timeout=1", "--set", f"algorithm={algorithm}")
+    run.until_training(5)
+    run.kill("tt-worker-1", signal.SIGSTOP)
+    check_complete(run, 10)
+    assert {e.worker for e in run.events("worker_hung")} == {1}  # two may have named it
+    assert [e.worker for e in run.events("worker_lost")] == [1]
 
 
 def test_workers_may_die_until_one_is_left(start: Callable[..., Run]) -> None:

@@ -71,7 +71,7 @@ def empty_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def source(address: Path, *, md5: str = "") -> Source:
     files = {"a.gz": md5 or hashlib.md5(b"A").hexdigest(), "b.gz": hashlib.md5(b"B").hexdigest()}
-    return Source("things", files, ("file:///nowhere/", f"{address.as_uri()}/"), "dataset-things")
+    return Source("things", files, ("file:///nowhere/", f"{address.as_uri()}/"), "apt-get install dataset-things")
 
 
 def put(place: Path, *names: str) -> Path:

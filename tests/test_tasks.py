@@ -16,7 +16,7 @@ from torrential.data.deal import Deal
 from torrential.errors import BadInput, TaskFailed, UnknownName
 from torrential.task import Task
 from torrential.tasks import TASKS, load_task
-from torrential.tasks.fashion import SOURCE, fashion, fashion_mlp
+from torrential.tasks.fashion import SOURCE, fashion, fashion_mlp, fashion_resnet
 
 GOOD = """
 import torch
@@ -95,7 +95,7 @@ def _parts(task: Task) -> list[torch.utils.data.TensorDataset]:
     return [task.train, task.validation, task.test]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("build", [fashion, fashion_mlp])
+@pytest.mark.parametrize("build", [fashion, fashion_mlp, fashion_resnet])
 def test_fashion(tiny_fashion: Path, build: type[Task]) -> None:
     task: Task = build(data_dir=tiny_fashion)  # type: ignore[call-arg]
     assert [len(part) for part in _parts(task)] == [33, 3, 7]

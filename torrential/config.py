@@ -12,9 +12,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     transport: Literal["shared", "unix", "tcp"] = "shared"
     """What carries data between workers on this host."""
-    algorithm: Literal["auto", "shared", "direct", "native"] = "auto"
-    """Who adds gradients up: our shared-memory or direct carrier (auto: whichever fits the transport), or
-    torch.distributed's (native)."""
+    algorithm: Literal[
+        "auto", "shared", "native", "hierarchical", "naive", "direct", "ring", "halving", "blocks", "tree"
+    ] = "auto"
+    """How gradients are added up: in shared memory, by messages (direct, ring, ...), both (hierarchical), or by
+    torch.distributed (native); auto is what fits the transport. What sends messages makes transport=shared unix."""
+    hosts: int = 1
+    """How many hosts to pretend: workers are dealt to them in blocks of ranks; only for algorithm=hierarchical."""
     threads: int | None = None
     """Threads per worker for arithmetic; by default the cores divided by the workers, at least one."""
     restart: bool = False
@@ -23,6 +27,45 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that one role waits for another before it is taken for hung."""
     evaluate_every: int | None = None
     """Steps between two snapshots (evaluation and checkpoint); by default one per epoch."""
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """How to train with large batches, piece by piece; works with any strategy. All off by default."""
+
+    recipe: Literal["none", "goyal"] = "none"
+    """A whole recipe at once, to which single options below are exceptions: goyal is "Accurate, Large Minibatch SGD"
+    (linear scaling, 5 epochs of gradual warm-up, steps, no decay of norms and biases, last gammas zero)."""
+    scaling: Literal["none", "linear", "sqrt", "loss"] = "none"
+    """How the learning rate grows with the joined batch. "loss" scales the gradient instead: not the same thing
+    once there is weight decay or momentum; there to show it."""
+    base_batch: int | None = None
+    """The joined batch that the task's rate is meant for; by default the task's own batch size."""
+    warmup: float = 0.0
+    """Epochs of warm-up."""
+    warmup_kind: Literal["gradual", "constant"] = "gradual"
+    """From the unscaled rate up a little at every step, or all of it at the unscaled rate."""
+    schedule: Literal["constant", "step", "cosine", "poly"] = "constant"
+    """What the rate does after warm-up."""
+    milestones: tuple[float, ...] = (1 / 3, 2 / 3, 8 / 9)
+    """Where a step schedule drops, as fractions of the run."""
+    factor: float = 0.1
+    """What a step schedule multiplies the rate by at each milestone."""
+    power: float = 2.0
+    """Of a poly schedule."""
+    grow: bool = False
+    """At milestones the batch grows instead of the rate falling, as long as it is at most a tenth of the data."""
+    decay_norms: bool = True
+    """Whether weight decay applies to normalisation layers and biases too."""
+    zero_gamma: bool = False
+    """Whether the last normalisation of every residual block starts at zero."""
+    ghost: int | None = None
+    """Batch norm over groups of this many samples inside a worker's batch."""
+    layerwise: Literal["none", "lars", "lamb"] = "none"
+    """Put LARS in the place of SGD, or LAMB in the place of Adam."""
+    trust: float = 0.001
+    """LARS's trust coefficient."""
+    resize: str | None = None
+    """Progressive resizing of images: "0:0.5,0.6:1" is half size at first, full size from 60 % of the run."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,3 +86,5 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     device: str
     settings: Settings
+    recipe: Recipe = Recipe()
+    base_batch: int = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled

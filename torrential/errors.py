@@ -55,9 +55,9 @@ class WorkerFailed(RunFailed):
 
 
 class NonFiniteLoss(RunFailed):
-    def __init__(self, step: int, worker: int, loss: float) -> None:
+    def __init__(self, step: int, worker: int, loss: float, remedy: str) -> None:
         self.step, self.worker, self.loss = step, worker, loss
-        super().__init__(f"the loss turned {loss} on worker {worker} at step {step}; lower --lr or clip with clip_norm")
+        super().__init__(f"the loss turned {loss} on worker {worker} at step {step}; {remedy}")
 
 
 class CheckpointDamaged(TorrentialError):

@@ -18,14 +18,17 @@ from torch import nn
 from torrential import checkpoint as checkpoints
 from torrential import records
 from torrential.comm import futex
-from torrential.config import RunConfig, Settings
+from torrential.config import Recipe, RunConfig, Settings
 from torrential.data.batches import Batches
+from torrential.data.resize import Resize
 from torrential.errors import BadInput, TaskFailed, UnknownName
+from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe
 from torrential.records import Evaluation, Summary
 from torrential.strategies import STRATEGIES, make_strategy
 from torrential.strategies.base import Strategy
 from torrential.task import Task, with_validation
 from torrential.tasks import load_task
+from torrential.trainer.worker import schedule_of
 from torrential.version import __version__
 from torrential.worlds.base import Job
 
@@ -52,7 +55,7 @@ class Request:
 
 def prepare(asked: Request, out: Path | None) -> Job:
     """Check everything that can be checked before a process is started, and make the run's directory."""
-    strategy, settings = _split_options(asked.strategy, asked.options)
+    strategy, settings, recipe = _split_options(asked.strategy, asked.options)
     task = with_validation(asked.task, asked.seed)
     task = replace(
         task,
@@ -72,7 +75,7 @@ def prepare(asked: Request, out: Path | None) -> Job:
             f"more workers than training samples (workers: {asked.workers}, samples: {samples}); "
             f"use --workers {samples}"
         )
-    _try_once(task)
+    model = _try_once(task)
     config = RunConfig(
         task=task.name,
         source=_lasting(asked.source),
@@ -91,7 +94,10 @@ def prepare(asked: Request, out: Path | None) -> Job:
         seed=asked.seed,
         device=_device(asked.device),
         settings=settings,
+        recipe=recipe,
+        base_batch=recipe.base_batch or asked.task.batch_size,
     )
+    changes = _check_recipe(config, strategy, task, model)
     directory = records.create_run_directory(out or _fresh_directory(task.name, asked.strategy))
     versions, hardware = records.describe_machine()
     manifest = records.Manifest(
@@ -105,7 +111,22 @@ def prepare(asked: Request, out: Path | None) -> Job:
     )
     records.write_manifest(directory, manifest)
     _lock(directory)
-    return Job(config, task, strategy, directory)
+    return Job(config, task, strategy, directory, changes=changes)
+
+
+def _check_recipe(config: RunConfig, strategy: Strategy, task: Task, model: nn.Module) -> str:
+    """Refuse what cannot work; say in one line what the recipe changes."""
+    joined = config.workers * config.batch_size * getattr(strategy, "accumulate", 1)
+    if joined > config.samples:
+        raise BadInput(
+            f"the joined batch is larger than the training set (workers × batch size × accumulate: {joined}, "
+            f"samples: {config.samples}); use --batch-size {max(1, config.samples * config.batch_size // joined)}"
+        )
+    schedule = schedule_of(config, strategy)
+    if config.recipe.resize is not None:
+        Resize.parse(config.recipe.resize)
+    adapt_optimizer(config.recipe, task.optimizer, model)
+    return describe(config.recipe, schedule, joined, adapt_model(config.recipe, model))
 
 
 def prepare_resume(directory: Path, task: Task | None = None) -> Job:
@@ -194,33 +215,39 @@ def unlock(directory: Path) -> None:
         os.close(_held.pop(directory))
 
 
-def _split_options(name: str, options: dict[str, Any]) -> tuple[Strategy, Settings]:
-    """Options after --set belong to the strategy or to the world; each name to one of them."""
+def _split_options(name: str, options: dict[str, Any]) -> tuple[Strategy, Settings, Recipe]:
+    """Options after --set belong to the strategy, the world or the recipe; each name to one of them."""
     if name not in STRATEGIES:
         raise UnknownName("strategy", name, STRATEGIES)
     of_strategy, of_world = STRATEGIES[name].__struct_fields__, Settings.__struct_fields__
+    of_recipe = Recipe.__struct_fields__
     for option in options:
-        if option not in (*of_strategy, *of_world):
-            raise UnknownName("option", option, (*of_strategy, *of_world))
+        if option not in (*of_strategy, *of_world, *of_recipe):
+            raise UnknownName("option", option, (*of_strategy, *of_world, *of_recipe))
     strategy = make_strategy(name, {k: v for k, v in options.items() if k in of_strategy})
     try:
         settings = msgspec.convert({k: v for k, v in options.items() if k in of_world}, Settings, strict=False)
     except msgspec.ValidationError as error:
         raise BadInput(f"bad option: {error} (given: {options})") from error
-    for option in ("threads", "evaluate_every", "timeout"):
+    for option in ("threads", "evaluate_every", "timeout", "hosts"):
         value = getattr(settings, option)
         if value is not None and value <= 0:
             raise BadInput(f"{option} must be above zero (given: {value})")
-    if settings.transport == "shared" and not futex.supported():
+    by_messages = settings.algorithm not in ("auto", "shared", "native")
+    if settings.transport == "shared" and (by_messages or not futex.supported()):
         settings = msgspec.structs.replace(settings, transport="unix")  # flags in memory need x86-64 on Linux
+    if settings.algorithm == "hierarchical" and not futex.supported():
+        raise BadInput("algorithm=hierarchical needs shared memory, which needs Linux on x86-64; use algorithm=ring")
+    if settings.hosts > 1 and settings.algorithm != "hierarchical":
+        raise BadInput(f"hosts={settings.hosts} needs algorithm=hierarchical (given: {settings.algorithm})")
     if settings.algorithm == "shared" and settings.transport != "shared":
         raise BadInput(
             f"algorithm=shared needs transport=shared (given: transport={settings.transport}); use algorithm=direct"
         )
-    return strategy, settings
+    return strategy, settings, make_recipe({k: v for k, v in options.items() if k in of_recipe})
 
 
-def _try_once(task: Task) -> None:
+def _try_once(task: Task) -> nn.Module:
     """Run one sample through model and loss, so that what does not fit together is known before anything starts."""
     try:
         inputs, targets = Batches(task.train).fetch(torch.arange(min(2, len(task.train))))  # type: ignore[arg-type]
@@ -248,6 +275,7 @@ def _try_once(task: Task) -> None:
         ) from error
     if not torch.is_tensor(loss) or loss.numel() != 1:
         raise TaskFailed(f"the task's loss must return one number, the mean over the batch (it returned {loss!r})")
+    return model
 
 
 def _device(asked: str) -> str:

@@ -64,7 +64,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="event"):
-    """Something that happens rarely: worker_lost, worker_joined, regrouped, resumed, target_reached, stopped."""
+    """Something that happens rarely: worker_lost, worker_joined, regrouped, resumed, target_reached, stopped,
+    algorithms_chosen."""
 
     event: str
     time: float
@@ -294,7 +295,7 @@ def describe_machine() -> tuple[dict[str, str], dict[str, Any]]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "missing"
     hardware = {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),  # bytes
         "gpus": _gpus(),
@@ -302,7 +303,7 @@ def describe_machine() -> tuple[dict[str, str], dict[str, Any]]:
     return versions, hardware
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -21,6 +21,7 @@ from torrential.records import Evaluation, Event, Record, RecordWriter, Step, Su
 from torrential.strategies.base import Strategy
 from torrential.task import Task
 from torrential.tasks import load_task
+from torrential.trainer.worker import schedule_of
 from torrential.worlds.base import Job, Listener
 from torrential.worlds.local.launch import Launch
 
@@ -125,6 +126,10 @@ def _execute(job: Job, launch: Launch, listener_for: Callable[[Job], Any]) -> Tr
             event = Event(event="resumed", time=job.elapsed, step=job.checkpoint.step)
             writer.write(event)
         listener: Listener = listener_for(job)
+        if job.changes:
+            event = Event(event="recipe", time=0.0, detail=job.changes)
+            writer.write(event)
+            listener.record(event)
         try:
             LocalWorld(launch).run(job, writer.write, listener)
         finally:
@@ -173,10 +178,21 @@ def summarise(job: Job, history: list[Record]) -> Summary:
 
 
 def planned_steps(job: Job) -> int | None:
-    deal = Deal(len(job.task.train), job.config.seed)  # type: ignore[arg-type]
-    accumulate = getattr(job.strategy, "accumulate", 1)
-    whole = deal.steps_per_epoch(job.config.workers, job.config.batch_size, accumulate) * job.config.epochs
-    return whole if job.config.steps is None else min(whole, job.config.steps)
+    config, schedule = job.config, schedule_of(job.config, job.strategy)
+    deal = Deal(config.samples, config.seed)
+    joined = config.workers * config.batch_size * getattr(job.strategy, "accumulate", 1)
+    steps = 0
+    while deal.epoch < config.epochs and (config.steps is None or steps < config.steps):
+        seen = deal.epoch * config.samples + deal.cursor
+        left = config.samples - deal.cursor
+        if deal.cursor == 0 and schedule.growth(seen, joined) == schedule.growth(seen + left, joined):
+            times = joined * schedule.growth(seen, joined)  # a whole epoch alike
+            steps += -(-left // times)
+            deal.advance(left)
+        else:
+            deal.advance(min(left, joined * schedule.growth(seen, joined)))
+            steps += 1
+    return steps if config.steps is None else min(steps, config.steps)
 
 
 def _bytes_sent(steps: list[Step]) -> int:

@@ -33,12 +33,15 @@ class OptimizerSpec:
     kind: type[torch.optim.Optimizer]
     lr: float
     options: Mapping[str, Any] = field(default_factory=dict)
+    exempt: frozenset[str] = frozenset()  # parameters that weight decay and layer-wise rates leave alone
 
     def __post_init__(self) -> None:
         if not (isinstance(self.lr, int | float) and math.isfinite(self.lr) and self.lr > 0):
             raise BadInput(f"the learning rate must be a positive number (lr: {self.lr!r}); try lr=0.1")
 
-    def build(self, params: Iterable[Tensor], device_type: str = "cpu") -> torch.optim.Optimizer:
+    def build(
+        self, params: Iterable[Tensor], device_type: str = "cpu", names: Iterable[str] = ()
+    ) -> torch.optim.Optimizer:
         """The optimizer over `params`, with torch's fused kernel wherever that is only a matter of speed."""
         params = list(params)
         options = dict(self.options)
@@ -50,7 +53,16 @@ class OptimizerSpec:
         if self.kind in _FUSED.get(device_type, ()) and not chosen and all(p.is_floating_point() for p in params):
             options["fused"] = True
         kind = self.kind if options.get("differentiable") else _without_compiler(self.kind)  # type: ignore[arg-type]
-        return kind(params, lr=self.lr, **options)  # type: ignore[call-arg]
+        return kind(self._groups(params, list(names)), lr=self.lr, **options)  # type: ignore[call-arg]
+
+    def _groups(self, params: list[Tensor], names: list[str]) -> list[Any]:
+        spared = [p for p, name in zip(params, names, strict=bool(names)) if name in self.exempt]
+        if not spared:
+            return params
+        ids = {id(p) for p in spared}
+        others = [p for p in params if id(p) not in ids]
+        different = {"weight_decay": 0.0, "layerwise": False}  # optimizers ignore what they do not know
+        return [{"params": spared, **different}] + ([{"params": others}] if others else [])
 
     def with_lr(self, lr: float) -> OptimizerSpec:
         return dataclasses.replace(self, lr=lr)
@@ -81,7 +93,7 @@ def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
     The marks load the compiler on first use, which costs every process more than a second and a hundred megabytes.
     Outside of compiled code they do nothing else but switch gradients off during `step`.
     """
-    if not cls.__module__.startswith("torch.optim"):
+    if not cls.__module__.startswith(("torch.optim", "torrential.optim")):
         return cls
     bare = {n: getattr(cls, n).__wrapped__ for n in ("add_param_group", "zero_grad") if _marked(getattr(cls, n))}
     if _marked(cls.step):

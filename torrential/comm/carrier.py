@@ -2,7 +2,8 @@
 
 Every member starts the same operations in the same order, so the n-th operation of one is the n-th of all. An
 operation is a small state machine: `start` publishes what others need, `advance` does what has become possible and
-never blocks. They finish in order. `progress` may be called from autograd hooks; only `wait` blocks.
+never blocks. They finish in order, unless a carrier lets them overtake. `progress` may be called from autograd hooks;
+only `wait` blocks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Operation:
     """One collective under way on this member; also the handle that the caller gets."""
 
     what = "operation"
+    indirect = False  # whoever it waits for may itself be waiting for somebody else
 
     def __init__(self, carrier: Carrier) -> None:
         self.carrier = carrier

@@ -1,7 +1,8 @@
 """Point-to-point messages between workers over unix or tcp sockets; payloads land where the receiver wants them.
 
 Each pair of workers has one connection: the higher rank dials the lower. A thread per connection reads, another
-writes, so a send never blocks the caller and two large messages crossing each other never deadlock. Frames carry the
+writes what the kernel does not take at once, so a send never blocks the caller and two large messages crossing each
+other never deadlock. Frames carry the
 generation; those of an earlier one are read and thrown away. On a regrouping every pair exchanges a marker: once it
 has come, nothing sent before it can still arrive.
 """
@@ -23,6 +24,7 @@ from torrential.comm import wire
 from torrential.errors import PeerLost
 
 DIAL_SECONDS = 10.0
+AT_ONCE = 1 << 16  # bytes; a message up to this is written by the caller, as far as the kernel takes it
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True):
@@ -42,13 +44,13 @@ class Outgoing:
     """A message on its way; done when it has been handed to the kernel."""
 
     def __init__(self) -> None:
-        self._sent = threading.Event()
+        self._sent = False
 
     def done(self) -> bool:
-        return self._sent.is_set()
+        return self._sent
 
     def mark(self) -> None:
-        self._sent.set()
+        self._sent = True
 
 
 class Peer:
@@ -56,8 +58,25 @@ class Peer:
 
     def __init__(self, rank: int, life: int, connection: wire.Connection[Data | Greeting]) -> None:
         self.rank, self.life, self.connection = rank, life, connection
-        self.outbox: queue.SimpleQueue[tuple[Data, Sequence[Tensor], Outgoing] | None] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[tuple[list[memoryview], Outgoing] | None] = queue.SimpleQueue()
+        self.queued = 0  # frames that are in the outbox, or being written by its thread
+        self.lock = threading.Lock()  # of `queued`; whoever has seen it at 0 may write while holding it
         self.lost = False
+
+    def send(self, message: Data, tensors: Sequence[Tensor], outgoing: Outgoing) -> None:
+        frame = self.connection.frame(message, tensors)
+        with self.lock:
+            if not self.queued and sum(t.nbytes for t in tensors) <= AT_ONCE:
+                try:
+                    frame = self.connection.write(frame, block=False)
+                except wire.Closed:
+                    self.lost = True
+                    return
+                if not frame:
+                    outgoing.mark()
+                    return
+            self.queued += 1
+            self.outbox.put((frame, outgoing))
 
 
 class Messenger:
@@ -65,6 +84,7 @@ class Messenger:
         self.rank, self.life, self._token = rank, life, token
         self._listener, self.address = wire.listen(address)
         self.changed = threading.Condition()
+        self._news = False
         self.generation = 0
         self.strangers = 0
         self._closed = False
@@ -104,7 +124,7 @@ class Messenger:
     def _adopt(self, peer: Peer) -> None:
         with self.changed:
             self._peers[peer.rank] = peer
-            self.changed.notify_all()
+            self._tell()
         self._spawn(self._read, peer)
         self._spawn(self._write, peer)
 
@@ -149,7 +169,7 @@ class Messenger:
         outgoing = Outgoing()
         peer = self._peers.get(to)
         if peer is not None and not peer.lost:
-            peer.outbox.put((Data(self.generation, tag), tensors, outgoing))
+            peer.send(Data(self.generation, tag), tensors, outgoing)
         return outgoing
 
     def expect(self, source: int, tag: str, into: Sequence[Tensor]) -> None:
@@ -162,20 +182,23 @@ class Messenger:
     def arrived(self, source: int, tag: str) -> bool:
         return (source, self.generation, tag) in self._arrived
 
-    def take(self, source: int, tag: str, into: Sequence[Tensor] = ()) -> None:
-        """Accept a message that has arrived; one that was too early to land in `into` is copied there."""
+    def take(self, source: int, tag: str) -> list[Tensor]:
+        """A message that has arrived: in the tensors it was expected in, or in fresh ones if it was too early."""
         key = (source, self.generation, tag)
         with self.changed:
-            tensors = self._arrived.pop(key)
             self._expected.pop(key, None)
-        for target, tensor in zip(into, tensors, strict=True):
-            if tensor is not target:
-                target.view(-1).copy_(tensor.view(-1))
+            return self._arrived.pop(key)
 
     def pause(self, seconds: float) -> None:
-        """Sleep until something has arrived or left."""
+        """Sleep until something has arrived or left; not at all if that was so since the last pause."""
         with self.changed:
-            self.changed.wait(seconds)
+            if not self._news:
+                self.changed.wait(seconds)
+            self._news = False
+
+    def _tell(self) -> None:
+        self._news = True
+        self.changed.notify_all()
 
     def _read(self, peer: Peer) -> None:
         def destination(message: Data | Greeting, shapes: Sequence[wire.Shape]) -> Sequence[Tensor] | None:
@@ -191,7 +214,7 @@ class Messenger:
                 with self.changed:
                     if message.generation >= self.generation:
                         self._arrived[(peer.rank, message.generation, message.tag)] = tensors
-                        self.changed.notify_all()
+                        self._tell()
         except (wire.Closed, wire.WireError):
             pass  # whoever waits for this peer is told by the supervisor
         finally:
@@ -200,15 +223,17 @@ class Messenger:
 
     def _write(self, peer: Peer) -> None:
         while (item := peer.outbox.get()) is not None:
-            message, tensors, outgoing = item
+            frame, outgoing = item
             try:
-                peer.connection.send(message, tensors)
+                peer.connection.write(frame)
             except wire.Closed:
                 peer.lost = True
                 return
+            with peer.lock:
+                peer.queued -= 1
             outgoing.mark()
             with self.changed:
-                self.changed.notify_all()
+                self._tell()
 
 
 def settle(messenger: Messenger, members: Sequence[int], check: Callable[[], None], timeout: float) -> None:

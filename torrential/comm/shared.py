@@ -5,6 +5,7 @@ Each member has two counters that all can see. `published` = n: its data for ope
 the one it waits for (a futex), so nobody polls and no wake-up is lost.
 
     all_reduce       publish | every member sums its own slice of all buffers, writes it to all | all reduced: done
+    reduce           the same, but written to the root alone
     reduce_scatter   copy the others' slices out, publish | sum my slice: mine from private memory, theirs from shared
     all_gather       copy to my mail slot, publish | read all slots     (small all_reduce: the same, then add)
 
@@ -104,7 +105,11 @@ class SharedCarrier(Carrier):
     def all_reduce(self, tensor: Tensor) -> Operation:
         if tensor.nbytes <= SMALL_BYTES:
             return self.launch(_SmallReduce(self, tensor))
-        return self.launch(_Reduce(self, tensor))
+        return self.launch(_Reduce(self, tensor, self.members))
+
+    def reduce(self, tensor: Tensor, root: int) -> Operation:
+        """The sum, in the root's tensor; the first member's is scratch afterwards, the others' are as they were."""
+        return self.launch(_Reduce(self, tensor, (root,)))
 
     def reduce_scatter(self, region: Tensor, parts: Sequence[Part]) -> Operation:
         return self.launch(_Scatter(self, region, parts))
@@ -170,9 +175,9 @@ class _Both(_SharedOperation):
 class _Reduce(_Both):
     what = "all-reduce"
 
-    def __init__(self, carrier: SharedCarrier, tensor: Tensor) -> None:
+    def __init__(self, carrier: SharedCarrier, tensor: Tensor, targets: tuple[int, ...]) -> None:
         super().__init__(carrier)
-        self.tensor = tensor
+        self.tensor, self.targets = tensor, targets
 
     def work(self) -> None:
         members = self.carrier.members
@@ -181,13 +186,15 @@ class _Reduce(_Both):
         twin = self.carrier.find(self.tensor)
         start, stop = slices(self.tensor.numel(), len(members))[self.carrier.index]
         first, *rest = (twin(rank).view(-1)[start:stop] for rank in members)
+        targets = [other for rank, other in zip(members[1:], rest, strict=True) if rank in self.targets]
         for a in range(0, stop - start, CHUNK):
             total = first[a : a + CHUNK]
             for other in rest:
                 total += other[a : a + CHUNK]
-            for other in rest:
+            for other in targets:
                 other[a : a + CHUNK] = total
-        self.carrier.meter.bytes_sent += (len(members) - 1) * (stop - start) * self.tensor.element_size()
+        others = sum(rank != self.carrier.rank for rank in self.targets)
+        self.carrier.meter.bytes_sent += others * (stop - start) * self.tensor.element_size()
 
 
 class _Scatter(_SharedOperation):

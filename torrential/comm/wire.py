@@ -25,6 +25,8 @@ TOKEN_BYTES = 32
 HANDSHAKE_SECONDS = 5.0
 MAX_HEADER = 1 << 20
 MAX_PAYLOAD = 1 << 40
+MOST_PIECES = 1000  # in one call of sendmsg; the kernel takes 1024
+AHEAD = 1 << 16  # bytes read at once where several small things may follow one another
 _LENGTH = struct.Struct("<I")
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
@@ -71,25 +73,43 @@ def decoder(messages: Any) -> Any:
 
 
 class Connection(Generic[M]):
-    """One stream, frames both ways. Reading and writing may each be done by one thread at a time."""
+    """One stream, frames both ways. Reading and writing may each be done by one thread at a time.
 
-    def __init__(self, sock: socket.socket, messages: Any) -> None:
+    `ahead` bytes may be read before they are asked for; whoever sleeps on the socket itself must have none.
+    """
+
+    def __init__(self, sock: socket.socket, messages: Any, ahead: int = AHEAD) -> None:
         self._sock = sock
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = decoder(messages)
+        self._ahead = memoryview(bytearray(ahead))
+        self._read = self._held = 0  # of what lies in `ahead`: up to where it has been read, and how far it goes
+
+    def frame(self, message: M, tensors: Sequence[Tensor] = ()) -> list[memoryview]:
+        """A frame's bytes, the tensors' as they are when it is written."""
+        shapes = [Shape(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in tensors]
+        header = self._encoder.encode(Envelope(message, shapes))
+        return [memoryview(_LENGTH.pack(len(header)) + header), *(raw(t) for t in tensors if t.numel())]
+
+    def write(self, frame: list[memoryview], block: bool = True) -> list[memoryview]:
+        """Write a frame; returns what is left of it because it would block."""
+        try:
+            while frame:
+                sent = self._sock.sendmsg(frame[:MOST_PIECES], (), 0 if block else socket.MSG_DONTWAIT)
+                while frame and sent >= frame[0].nbytes:
+                    sent -= frame.pop(0).nbytes
+                if sent:
+                    frame[0] = frame[0][sent:]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise Closed from error
+        return frame
 
     def send(self, message: M, tensors: Sequence[Tensor] = ()) -> int:
         """Write one frame; returns the payload's bytes."""
-        shapes = [Shape(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in tensors]
-        header = self._encoder.encode(Envelope(message, shapes))
-        payloads = [raw(t) for t in tensors if t.numel()]
-        try:
-            self._sock.sendall(_LENGTH.pack(len(header)) + header)
-            for payload in payloads:
-                self._sock.sendall(payload)
-        except OSError as error:
-            raise Closed from error
-        return sum(p.nbytes for p in payloads)
+        self.write(self.frame(message, tensors))
+        return sum(t.nbytes for t in tensors)
 
     def receive(self, destination: Destination | None = None) -> tuple[M, list[Tensor]]:
         """Read one frame; payloads go straight into the tensors that `destination` names, or into fresh ones."""
@@ -120,16 +140,28 @@ class Connection(Generic[M]):
         return data
 
     def _fill(self, view: memoryview) -> None:
+        """Small things through the bytes read ahead, large ones straight to where they belong."""
+        while view.nbytes:
+            if self._read == self._held and view.nbytes < self._ahead.nbytes:
+                self._read, self._held = 0, self._receive(self._ahead, 0)
+            if self._read < self._held:
+                count = min(view.nbytes, self._held - self._read)
+                view[:count] = self._ahead[self._read : self._read + count]
+                self._read += count
+            else:
+                count = self._receive(view, socket.MSG_WAITALL)
+            view = view[count:]
+
+    def _receive(self, view: memoryview, flags: int) -> int:
         try:
-            while view.nbytes:
-                got = self._sock.recv_into(view)
-                if not got:
-                    raise Closed
-                view = view[got:]
+            got = self._sock.recv_into(view, 0, flags)
         except TimeoutError as error:
             raise WireError("silence in the middle of a handshake") from error
         except OSError as error:
             raise Closed from error
+        if not got:
+            raise Closed
+        return got
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the other side was quicker
@@ -185,9 +217,9 @@ def admit(sock: socket.socket, token: bytes, messages: Any) -> tuple[Connection[
             credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             if struct.unpack("3i", credentials)[1] != os.geteuid():
                 raise WireError("another user")
-        connection: Connection[Any] = Connection(sock, messages)
-        if not hmac.compare_digest(bytes(connection._exactly(TOKEN_BYTES)), token):
+        if not hmac.compare_digest(_token(sock), token):
             raise WireError("wrong token")
+        connection: Connection[Any] = Connection(sock, messages)
         first, _ = connection.receive()
         sock.settimeout(None)
         _tune(sock)
@@ -195,6 +227,14 @@ def admit(sock: socket.socket, token: bytes, messages: Any) -> tuple[Connection[
     except (WireError, Closed, OSError):
         sock.close()
         return None
+
+
+def _token(sock: socket.socket) -> bytes:
+    """Exactly that many bytes, and none of what follows; fewer if the caller has no more to say."""
+    token = b""
+    while len(token) < TOKEN_BYTES and (more := sock.recv(TOKEN_BYTES - len(token))):
+        token += more
+    return token
 
 
 def _tune(sock: socket.socket) -> None:

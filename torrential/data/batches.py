@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,12 +11,15 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, de
 
 from torrential.errors import BadInput
 
+_RESIDENT_BYTES = 2 * 10**9  # a data set up to this size is kept in a GPU's memory
+
 
 class Batches:
     """Batches of `dataset` on `device`, by index.
 
-    A TensorDataset, also under Subsets, is read vectorised, unless a subclass has its own `__getitem__` (which may
-    augment). Other data sets are read by `__getitems__` where they have it, else item by item.
+    A TensorDataset, also under Subsets, is read vectorised, and from the GPU's memory if that is the device and it is
+    small enough. A subclass may have a method `augment`, which is given each batch's inputs; one with its own
+    `__getitem__` is read like other data sets: by `__getitems__` where they have it, else item by item.
     """
 
     def __init__(self, dataset: Dataset[Any], device: torch.device | str = "cpu") -> None:
@@ -28,12 +32,17 @@ class Batches:
         self._length = len(dataset)
         self._dataset, self._places = _without_subsets(dataset)
         self._tensors: tuple[Tensor, ...] | None = None
+        self._augment: Callable[[Tensor], Tensor] | None = None
         if isinstance(self._dataset, TensorDataset) and type(self._dataset).__getitem__ is TensorDataset.__getitem__:
             self._tensors = self._dataset.tensors
             if len(self._tensors) != 2:
                 raise BadInput(
                     f"items must be (input, target) pairs (got a TensorDataset of {len(self._tensors)} tensors)"
                 )
+            self._augment = getattr(self._dataset, "augment", None)
+            if self.device.type == "cuda" and sum(t.nbytes for t in self._tensors) <= _RESIDENT_BYTES:
+                self._tensors = tuple(t.to(self.device) for t in self._tensors)
+                self._places = None if self._places is None else self._places.to(self.device)
 
     def __len__(self) -> int:
         return self._length
@@ -41,13 +50,16 @@ class Batches:
     def fetch(self, indices: Tensor) -> tuple[Any, Any]:
         """The (inputs, targets) at `indices`, of which there is at least one."""
         assert len(indices), "a batch of nothing"
+        if self._tensors is not None:
+            indices = indices.to(self._tensors[0].device)
         if self._places is not None:
             indices = self._places[indices]
         if self._tensors is not None:
             inputs, targets = (tensor.index_select(0, indices) for tensor in self._tensors)
         else:
             inputs, targets = self._collate(indices.tolist())
-        return _move(inputs, self.device), _move(targets, self.device)
+        inputs, targets = _move(inputs, self.device), _move(targets, self.device)
+        return (self._augment(inputs) if self._augment else inputs), targets
 
     def _collate(self, indices: list[int]) -> tuple[Any, Any]:
         many = getattr(self._dataset, "__getitems__", None)

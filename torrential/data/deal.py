@@ -25,6 +25,7 @@ class Share:
     indices: Tensor  # (n,) long; empty when there are fewer samples left than members
     micro_batches: list[Tensor]  # the same, cut in pieces of batch_size; an empty share has none
     total: int  # samples of all members together
+    first: int  # number of its first micro-batch among those of all members
 
 
 class Deal:
@@ -44,7 +45,8 @@ class Deal:
         first = self.cursor + min(member, hands) * take // hands
         last = self.cursor + min(member + 1, hands) * take // hands
         indices = _order(self.samples, self.seed, self.epoch)[first:last]
-        return Share(indices, [indices[at : at + batch_size] for at in range(0, len(indices), batch_size)], take)
+        pieces = [indices[at : at + batch_size] for at in range(0, len(indices), batch_size)]
+        return Share(indices, pieces, take, member * accumulate)
 
     def advance(self, taken: int) -> None:
         """Moves past a step that took `taken` samples (its share's total); past the last sample a new epoch begins."""

@@ -19,12 +19,13 @@ _data_dir: Path | None = None
 
 @dataclass(frozen=True)
 class Source:
-    """A data set's files with their MD5 sums as published, the addresses they come from, and a package with them."""
+    """A data set's files with their MD5 sums as published, the addresses they come from, and how else to get them."""
 
     name: str
     files: Mapping[str, str]
     addresses: tuple[str, ...]
-    package: str
+    install: str  # a sentence for somebody without a network
+    others: tuple[tuple[str, ...], ...] = ()  # the same data in other files: any complete list will do
 
 
 def set_data_dir(path: Path | None) -> None:
@@ -34,7 +35,7 @@ def set_data_dir(path: Path | None) -> None:
 
 
 def find(source: Source, data_dir: Path | None = None) -> dict[str, Path]:
-    """The data set's files by name. A file may also lie there decompressed (without .gz).
+    """The data set's files by name, or those of one of its other lists. A file may lie there decompressed (no .gz).
 
     Checksums are for downloads only: distributions compress anew, so files found on disk are judged by their content.
     """
@@ -42,16 +43,17 @@ def find(source: Source, data_dir: Path | None = None) -> dict[str, Path]:
     cache = Path.home() / ".cache" / "torrential" / source.name
     places = [*([chosen, chosen / source.name] if chosen else []), cache, _SYSTEM / source.name]
     for place in places:
-        found = {name: path for name in source.files if (path := _present(place, name))}
-        if len(found) == len(source.files):
-            return found
+        for names in (tuple(source.files), *source.others):
+            found = {name: path for name in names if (path := _present(place, name))}
+            if len(found) == len(names):
+                return found
     home = chosen / source.name if chosen else cache
     try:
         return {name: _download(source, name, md5, home) for name, md5 in source.files.items()}
     except OSError as error:
         raise BadInput(
             f"{source.name} was found in none of {', '.join(map(str, places))} and could not be downloaded ({error}); "
-            f"on Debian: apt-get install {source.package}; or put {', '.join(source.files)} in {home}"
+            f"{source.install}; or put {', '.join(source.files)} in {home}"
         ) from error
 
 

@@ -36,7 +36,7 @@ class ReplicatedParameters:
         self.comm, self.layout, self.spec, self.device = comm, layout, spec, device
         self.counts = [0] * len(layout.entries)
         self._parameters = gradients(model, layout)
-        self._optimizer = spec.build(self._parameters, device.type)
+        self._optimizer = spec.build(self._parameters, device.type, [e.name for e in layout.entries])
         self._begin_momentum()
         self._staged = meeting.type != device.type  # gradients travel to the host and back
         self._summed: dict[torch.dtype, Tensor] = {}

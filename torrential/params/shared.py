@@ -213,7 +213,7 @@ class SharedParameters:
         dtype = pieces[0].entry.dtype
         parameters = [self._vectors[dtype][p.start : p.stop] for p in pieces]
         states = [[v[p.start : p.stop] for v in self._states[dtype].values()] for p in pieces]
-        optimizer = self.spec.build(parameters)
+        optimizer = self.spec.build(parameters, names=[p.entry.name for p in pieces])
         for piece, parameter, views in zip(pieces, parameters, states, strict=True):
             optimizer.state[parameter] = dict(zip(self._states[dtype], views, strict=True))
             if self._counted:

@@ -27,6 +27,7 @@ import msgspec
 
 from torrential.comm.protocol import Handle
 from torrential.errors import Regrouped
+from torrential.params.layout import Bucket
 from torrential.strategies.base import Context, Strategy
 
 
@@ -36,6 +37,8 @@ class AllReduce(Strategy, frozen=True, kw_only=True):
 
     accumulate: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Micro-batches per worker and step."""
+    overlap: bool = True
+    """Whether buckets are summed while backward goes on, or all of them after it."""
 
     def worker(self, ctx: Context) -> None:
         ctx.join(self.conclude)
@@ -52,7 +55,9 @@ class AllReduce(Strategy, frozen=True, kw_only=True):
     def propose(self, ctx: Context) -> None:
         share = ctx.share(self.accumulate)
         sums: list[Handle] = []
-        loss = ctx.backward(share, ready=lambda bucket: sums.append(ctx.home.reduce(bucket)))
+        late: list[Bucket] = []
+        loss = ctx.backward(share, lambda b: sums.append(ctx.home.reduce(b)) if self.overlap else late.append(b))
+        sums += [ctx.home.reduce(bucket) for bucket in late]
         for summed in sums:
             summed.wait()
         ctx.vote(share, loss)

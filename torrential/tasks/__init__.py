@@ -36,6 +36,9 @@ TASKS: dict[str, Builtin] = {
     "digits-mlp": Builtin("torrential.tasks.digits", "digits_mlp", "UCI digits 8x8 (shipped), two hidden layers"),
     "fashion": Builtin("torrential.tasks.fashion", "fashion", "Fashion-MNIST, a CNN of three blocks with batch norm"),
     "fashion-mlp": Builtin("torrential.tasks.fashion", "fashion_mlp", "Fashion-MNIST, two hidden layers"),
+    "fashion-resnet": Builtin("torrential.tasks.fashion", "fashion_resnet", "Fashion-MNIST, ResNet-8"),
+    "cifar10": Builtin("torrential.tasks.cifar10", "cifar10", "CIFAR-10, ResNet-20, flips and crops"),
+    "cifar10-resnet9": Builtin("torrential.tasks.cifar10", "cifar10_resnet9", "CIFAR-10, ResNet-9, flips and crops"),
 }
 _DEFAULT_NAME = "task"
 

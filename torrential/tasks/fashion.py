@@ -17,8 +17,10 @@ from torch.utils.data import TensorDataset
 
 from torrential.data.find import Source, find
 from torrential.data.idx import read_idx
+from torrential.data.images import Pixels, split
 from torrential.errors import BadInput
 from torrential.task import Task, optimizer
+from torrential.tasks.resnets import resnet8
 
 SOURCE = Source(
     name="fashion-mnist",
@@ -32,9 +34,8 @@ SOURCE = Source(
         "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
     ),
-    package="dataset-fashion-mnist",
+    install="on Debian: apt-get install dataset-fashion-mnist",
 )
-_SPLIT_SEED = 0
 _CLASSES = 10
 
 
@@ -70,16 +71,29 @@ def fashion_mlp(data_dir: Path | None = None) -> Task:
     )
 
 
-class Pixels(nn.Module):
-    """Bytes to floats of mean 0 and deviation 1 over the data set."""
+def fashion_resnet(data_dir: Path | None = None) -> Task:
+    """ResNet-8, on the images as they are: neither mirrored nor shifted."""
+    train, validation, test = _splits(data_dir)
+    return Task(
+        name="fashion-resnet",
+        model=lambda: nn.Sequential(_pixels(), resnet8(channels=1)),
+        loss=F.cross_entropy,
+        train=train,
+        validation=validation,
+        test=test,
+        optimizer=optimizer("sgd", lr=0.05, momentum=0.9, weight_decay=1e-4),
+        batch_size=128,
+        epochs=30,
+    )
 
-    def forward(self, images: Tensor) -> Tensor:
-        return images.float().sub_(72.94).div_(90.02)
+
+def _pixels() -> nn.Module:
+    return Pixels(72.94, 90.02)
 
 
 def _cnn() -> nn.Module:
     blocks = *_block(1, 16), *_block(16, 32), *_block(32, 64)
-    return nn.Sequential(Pixels(), *blocks, nn.Flatten(), nn.Linear(64 * 3 * 3, _CLASSES))
+    return nn.Sequential(_pixels(), *blocks, nn.Flatten(), nn.Linear(64 * 3 * 3, _CLASSES))
 
 
 def _block(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
@@ -90,7 +104,7 @@ def _block(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
 
 def _mlp() -> nn.Module:
     layers = nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, _CLASSES)
-    return nn.Sequential(Pixels(), nn.Flatten(), *layers)
+    return nn.Sequential(_pixels(), nn.Flatten(), *layers)
 
 
 def _splits(data_dir: Path | None) -> tuple[TensorDataset, TensorDataset, TensorDataset]:
@@ -98,14 +112,8 @@ def _splits(data_dir: Path | None) -> tuple[TensorDataset, TensorDataset, Tensor
     paths = find(SOURCE, data_dir)
     images, labels = _load(paths["train-images-idx3-ubyte.gz"], paths["train-labels-idx1-ubyte.gz"])
     test = _load(paths["t10k-images-idx3-ubyte.gz"], paths["t10k-labels-idx1-ubyte.gz"])
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SPLIT_SEED))
-    held = max(1, len(labels) // 12)  # 5,000 of 60,000
-    train, validation = order[:-held], order[-held:]
-    return (
-        TensorDataset(images[train], labels[train]),
-        TensorDataset(images[validation], labels[validation]),
-        TensorDataset(*test),
-    )
+    train, validation = split(images, labels, held=len(labels) // 12)  # 5,000 of 60,000
+    return TensorDataset(*train), TensorDataset(*validation), TensorDataset(*test)
 
 
 def _load(image_path: Path, label_path: Path) -> tuple[Tensor, Tensor]:

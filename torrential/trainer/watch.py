@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from torrential.comm.order import InOrder
 from torrential.params.layout import Bucket, Layout
 
 
@@ -15,18 +16,16 @@ class BackwardWatch:
     def __init__(self, parameters: list[nn.Parameter], layout: Layout) -> None:
         self._buckets = layout.buckets
         self._home = [b.index for b in layout.buckets for _ in b.entries]  # by entry: its bucket
-        self._ready: Callable[[Bucket], None] | None = None
+        self._order: InOrder | None = None
         self._missing: list[int] = []
-        self._next = 0
         self.seen = [False] * len(parameters)  # by entry: whether backward reached it in this step
         self._armed = False
         for index, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._arrived(i))
 
     def begin(self, ready: Callable[[Bucket], None]) -> None:
-        self._ready = ready
+        self._order = InOrder(lambda place: ready(self._buckets[place]))
         self._missing = [len(b.entries) for b in self._buckets]
-        self._next = 0
         self.seen = [False] * len(self.seen)
         self._armed = False
 
@@ -39,15 +38,13 @@ class BackwardWatch:
         self.seen[index] = True
         if self._armed and self._pending[index]:
             self._pending[index] = False
-            self._missing[self._home[index]] -= 1
-            self._announce(all_of_them=False)
+            bucket = self._home[index]
+            self._missing[bucket] -= 1
+            if not self._missing[bucket]:
+                assert self._order is not None
+                self._order.ready(bucket)
 
     def end(self) -> None:
         """Backward is over; what it did not reach will not come."""
-        self._announce(all_of_them=True)
-
-    def _announce(self, all_of_them: bool) -> None:
-        assert self._ready is not None
-        while self._next < len(self._buckets) and (all_of_them or self._missing[self._next] == 0):
-            self._ready(self._buckets[self._next])
-            self._next += 1
+        assert self._order is not None
+        self._order.finish(len(self._buckets))

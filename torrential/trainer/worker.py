@@ -15,7 +15,10 @@ from torrential.comm.protocol import Comm, Handle, Standing
 from torrential.config import RunConfig
 from torrential.data.batches import Batches
 from torrential.data.deal import Deal, Share
+from torrential.data.resize import Resize
 from torrential.errors import NonFiniteLoss, Regrouped
+from torrential.optim.recipe import adapt_model, adapt_optimizer
+from torrential.optim.schedule import Schedule
 from torrential.params.home import Finished, Home, Update, choose, gradients
 from torrential.params.layout import Bucket, plan
 from torrential.params.replicated import ReplicatedParameters
@@ -47,11 +50,12 @@ class Worker:
     ) -> None:
         self.task, self.config, self.comm, self.outlet, self.device = task, config, comm, outlet, device
         seed_all(device, config.seed, 0)
-        self.model = task.model().to(device).train()
+        self._recipe = config.recipe
+        self.model = adapt_model(self._recipe, task.model()).to(device).train()
         self.layout = plan(self.model, strategy.bucket_bytes)
         self._parameters = gradients(self.model, self.layout)
         self._watch = BackwardWatch(self._parameters, self.layout)
-        spec = task.optimizer.with_lr(config.lr)
+        spec = adapt_optimizer(self._recipe, task.optimizer.with_lr(config.lr), self.model)
         self.home: Home
         if choose(comm, spec, self.layout, device):
             self.home = SharedParameters(comm, self.model, self.layout, spec)
@@ -59,6 +63,9 @@ class Worker:
             self.home = ReplicatedParameters(comm, self.model, self.layout, spec, device, meeting)
         self._batches = Batches(task.train, device)
         self._deal = Deal(len(self._batches), config.seed)
+        self._schedule = schedule_of(config, strategy)
+        self._resize = None if self._recipe.resize is None else Resize.parse(self._recipe.resize)
+        self._joined = 0  # what all members together take in one step, before it grows
         self.ballot: Handle | None = None
         self._buffers_before: list[Tensor] = []  # as they were when the step in flight began
         self.step = 0
@@ -158,6 +165,8 @@ class Worker:
 
     def share(self, accumulate: int = 1) -> Share:
         members = self.comm.members
+        self._joined = len(members) * self.config.batch_size * accumulate
+        accumulate *= self._schedule.growth(self.samples, self._joined)
         return self._deal.share(members.index(self.comm.rank), len(members), self.config.batch_size, accumulate)
 
     def backward(self, share: Share, ready: Callable[[Bucket], None]) -> float:
@@ -168,8 +177,10 @@ class Worker:
             self._buffers_before = [b.clone() for b in buffers_of(self.model).values()]
         total = 0.0
         for number, indices in enumerate(share.micro_batches):
-            seed_all(self.device, self.config.seed, 1, self.step, self.comm.members.index(self.comm.rank), number)
+            seed_all(self.device, self.config.seed, 1, self.step, share.first + number)
             inputs, targets = self._batches.fetch(indices)
+            if self._resize is not None:
+                inputs = self._resize.apply(inputs, self._resize.at(self.samples / self._schedule.total))
             loss = self.task.loss(self.model(inputs), targets)
             weight = len(indices) / share.total
             if number == len(share.micro_batches) - 1:
@@ -190,13 +201,22 @@ class Worker:
         votes = self.ballot.wait()  # (members, _FIRST + entries)
         for rank, loss in zip(self.comm.members, votes[:, _LOSS].tolist(), strict=True):
             if not math.isfinite(loss):
-                raise NonFiniteLoss(self.step + 1, rank, loss)
+                raise NonFiniteLoss(self.step + 1, rank, loss, self._remedy())
         loss, samples, square, stop, *used = votes.sum(0).tolist()
-        scale = 1.0
+        scale = self._schedule.loss_scale(self._joined)
         if self.task.clip_norm is not None:
-            scale = min(1.0, self.task.clip_norm / (math.sqrt(square) + 1e-6))
-        update = Update(self.config.lr, scale, tuple(u > 0 for u in used))
-        return Decision(update, loss / samples, int(samples), stop > 0)
+            scale = min(scale, self.task.clip_norm / (math.sqrt(square) + 1e-6))
+        rate = self._schedule.rate(self.samples, self._joined)
+        return Decision(Update(rate, scale, tuple(u > 0 for u in used)), loss / samples, int(samples), stop > 0)
+
+    def _remedy(self) -> str:
+        """What to do about a loss that is no number."""
+        rate = self._schedule.rate(self.samples, self._joined)
+        if self.samples < self._schedule.warmup:
+            return (
+                f"the rate had come to {rate:.3g} in warm-up; lengthen warmup, lower --lr or use fewer samples a step"
+            )
+        return f"the rate was {rate:.3g}; lower --lr or clip with clip_norm"
 
     def advance(self, decision: Decision) -> None:
         self.ballot, self._buffers_before = None, []
@@ -261,3 +281,10 @@ class Worker:
         extras = {f"extra/{n}": t for n, t in self.home.extras().items()}
         rest = {f"rest/{n}": t for n, t in rest_of(self.model, self.layout).items()}
         self.outlet.snapshot(snapshot, self.home.flat(), extras | rest)
+
+
+def schedule_of(config: RunConfig, strategy: Strategy) -> Schedule:
+    total = config.epochs * config.samples
+    if config.steps is not None:
+        total = min(total, config.steps * config.workers * config.batch_size * getattr(strategy, "accumulate", 1))
+    return Schedule(config.recipe, config.lr, config.base_batch or config.batch_size, config.samples, total)

@@ -23,6 +23,7 @@ class Job:
     strategy: Strategy
     directory: Path
     checkpoint: Checkpoint | None = None  # where to go on from
+    changes: str = ""  # what the recipe changes, in one line
     elapsed: float = 0.0  # seconds that the run had taken by then
     evaluated: Mapping[tuple[str, int], float] = field(default_factory=dict)  # (split, step) on record: their times
 

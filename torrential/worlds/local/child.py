@@ -74,7 +74,9 @@ def _build(job: Job, rank: int, life: int, link: Link, messenger: Messenger | No
     native = config.settings.algorithm == "native"
     backend = None if not native else ("nccl" if own_gpu else "gloo")
     buffers = Buffers(link, rank)
-    comm = LocalComm(rank, config.workers, link, buffers, messenger, config.settings, backend)
+    comm = LocalComm(
+        rank, config.workers, link, buffers, messenger, config.settings, backend, job.directory / "costs.json"
+    )
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
     meeting = device if backend == "nccl" else torch.device("cpu")
     return Worker(job.task, config, job.strategy, comm, outlet, device, meeting, job.checkpoint if life == 0 else None)

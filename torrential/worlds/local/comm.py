@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from torrential.comm.carrier import Operation
-from torrential.comm.direct import DirectCarrier
+from torrential.comm.choosing import Chooser
+from torrential.comm.hierarchical import HierarchicalCarrier
 from torrential.comm.messenger import Messenger, settle
 from torrential.comm.native import NativeCarrier
 from torrential.comm.protocol import Handle, Meter, Part, Standing
+from torrential.comm.scheduled import ScheduledCarrier
+from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.shared import MAIL_BYTES, MAX_RANKS, WORDS, SharedCarrier
 from torrential.config import Settings
 from torrential.errors import PeerLost, Regrouped
+from torrential.records import Event
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, Link
 
@@ -30,7 +36,7 @@ class LocalComm:
 
     def __init__(
         self, rank: int, workers: int, link: Link, buffers: Buffers, messenger: Messenger | None, settings: Settings,
-        backend: str | None,
+        backend: str | None, kept: Path | None = None,
     ) -> None:  # fmt: skip
         self.rank, self._link, self._buffers, self._settings = rank, link, buffers, settings
         self._messenger = messenger
@@ -39,21 +45,37 @@ class LocalComm:
         self.meter = Meter()
         self._began = time.monotonic()
         self._box = link.box(m.AllStopped, m.Go)
-        self._small: SharedCarrier | DirectCarrier
+        self._workers = workers
+        self._small: SharedCarrier | ScheduledCarrier
         if messenger is None:
-            counters = buffers.get("counters", MAX_RANKS * 2 * WORDS, torch.int64, None)
-            spin = workers <= len(os.sched_getaffinity(0))
-            self._small = SharedCarrier(
-                rank, self.meter, self.check, settings.timeout, counters, self._mail, buffers.twin, spin
+            self._small = self._shared("", self.meter)
+        elif settings.algorithm == "hierarchical":
+            self._small = HierarchicalCarrier(
+                rank, self.meter, self.check, settings.timeout, messenger, self._shared, self._host
             )
         else:
-            self._small = DirectCarrier(rank, self.meter, self.check, settings.timeout, messenger)
+            self._small = ScheduledCarrier(rank, self.meter, self.check, settings.timeout, messenger)
         self._small.overdue = self._suspect
         self._native = None
         if backend is not None:
             self._native = NativeCarrier(rank, self.meter, self.check, settings.timeout, backend)
             self._native.overdue = lambda waited: self._link.send(m.Suspect(-1, waited))
         self.shares_memory = messenger is None and self._native is None
+        self.chooser: Chooser | None = None  # where there is something to choose
+        if messenger is not None and settings.algorithm == "auto":
+            names = [*ALGORITHMS, *([] if self._native is None else ["native"])]
+            self.chooser = Chooser(
+                self, lambda name, tensor: self._all_reduce(name, tensor).wait(), names, settings.transport, kept
+            )
+
+    def _shared(self, name: str, meter: Meter) -> SharedCarrier:
+        counters = self._buffers.get(f"counters{name}", MAX_RANKS * 2 * WORDS, torch.int64, None)
+        spin = self._workers <= len(os.sched_getaffinity(0))
+        timeout = self._settings.timeout
+        return SharedCarrier(self.rank, meter, self.check, timeout, counters, self._mail, self._buffers.twin, spin)
+
+    def _host(self, rank: int) -> int:
+        return rank * self._settings.hosts // self._workers
 
     def _mail(self, rank: int) -> Tensor:
         return self._buffers.get("mail", 2 * MAIL_BYTES, torch.uint8, rank).view(2, MAIL_BYTES)
@@ -74,7 +96,23 @@ class LocalComm:
 
     # -- collectives --------------------------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor) -> Handle:
-        return self._small.all_reduce(tensor) if self._native is None else self._native.all_reduce(tensor)
+        return self._all_reduce(self._pick(tensor.nbytes), tensor)
+
+    def _pick(self, nbytes: int) -> str:
+        """Which algorithm sums a vector of this size; the same on all members."""
+        if self._settings.algorithm != "auto":
+            return self._settings.algorithm
+        if self.chooser is None or len(self.members) == 1:
+            return "shared" if self._messenger is None else "direct"
+        return self.chooser.pick(nbytes)
+
+    def _all_reduce(self, algorithm: str, tensor: Tensor) -> Handle:
+        if algorithm == "native":
+            assert self._native is not None
+            return self._native.all_reduce(tensor)
+        if isinstance(self._small, ScheduledCarrier):
+            return self._small.all_reduce(tensor, None if algorithm == "hierarchical" else algorithm)
+        return self._small.all_reduce(tensor)
 
     def reduce_scatter(self, region: Tensor, parts: Sequence[Part]) -> Handle:
         return self._small.reduce_scatter(region, parts)
@@ -94,8 +132,9 @@ class LocalComm:
             raise Regrouped(self._link.newest_generation)
 
     def _suspect(self, operation: Operation, waited: float) -> None:
-        """Somebody is hung: have it ended. The regrouping that follows ends our wait."""
-        self._link.send(m.Suspect(operation.lagging(), waited))
+        """Somebody is hung: have it ended. The regrouping that follows ends our wait. Where the one we wait for may be
+        waiting too, the supervisor finds out who is not."""
+        self._link.send(m.Suspect(-1 if operation.indirect else operation.lagging(), waited))
 
     def regroup(self, stand: Callable[[], int]) -> Standing:
         self._link.until(lambda: self._link.newest_generation > self.generation, "a new generation")
@@ -126,7 +165,20 @@ class LocalComm:
             except RuntimeError:
                 self._link.until(lambda: self._link.newest_generation > generation, "word of a lost peer")
                 self.check()
+        if self.chooser is not None:
+            self._settle(self.chooser)
         return Standing(generation, self.members, go.source, go.applied, tuple(go.behind))
+
+    def _settle(self, chooser: Chooser) -> None:
+        """Agree on what to pick from. It is no part of training, so it counts for nothing there."""
+        before = dataclasses.replace(self.meter)
+        try:
+            origin = chooser.settle()
+        finally:
+            vars(self.meter).update(vars(before))
+        if origin is not None and self.rank == self.members[0]:
+            detail = f"{origin}; {chooser.describe()}"
+            self._link.send(m.Recorded(Event(event="algorithms_chosen", time=self.now(), detail=detail)))
 
     def _await(self, kind: type[W], generation: int) -> W | None:
         """The supervisor's word on this generation, or None if there is a newer one."""

@@ -98,7 +98,7 @@ def main(fd: int) -> None:
     keep_freed_memory()
     _preload()
     sock = socket.socket(fileno=fd)
-    connection: wire.Connection[Message] = wire.Connection(sock, Message)
+    connection: wire.Connection[Message] = wire.Connection(sock, Message, ahead=0)
     selector = selectors.DefaultSelector()
     selector.register(sock, selectors.EVENT_READ, None)
     children: dict[int, int] = {}  # pid -> pidfd

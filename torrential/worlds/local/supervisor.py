@@ -353,7 +353,7 @@ class _Run:
 
     def _suspect(self, member: Member, message: m.Suspect, _: list[Tensor]) -> None:
         if message.rank < 0:
-            self._complaints[member.rank] = time.monotonic()
+            self._complaints.setdefault(member.rank, time.monotonic())
             return
         accused = self._workers.get(message.rank)
         if accused is not None and accused is not member and not accused.delayed:

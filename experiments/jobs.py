@@ -1,0 +1,75 @@
+"""Runs many commands, several at a time: one small training run cannot fill a GPU, or a machine of many cores."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    command: list[str]
+
+
+@dataclass(frozen=True)
+class _Running:
+    job: Job
+    process: subprocess.Popen[bytes]
+    began: float = field(default_factory=time.monotonic)
+
+
+def run_all(
+    jobs: Iterable[Job],
+    *,
+    at_once: int,
+    deadline: float,
+    logs: Path,
+    expected: Callable[[str], float | None],
+    ended: Callable[[Job, bool, float], None],
+) -> list[Job]:
+    """Runs them in order and gives those that were not started, because they would not have ended in time.
+
+    `deadline` is in time.monotonic's seconds, and `expected` tells how many seconds a job will take (None: unknown, and
+    it is started). `ended` hears of each one: whether it exited with 0, and the seconds estimated to be left for all.
+    What a job prints goes to a file of its name in `logs`. However this ends, no job is left running.
+    """
+    waiting, running = list(jobs), list[_Running]()
+    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        while waiting or running:
+            fitting = [job for job in waiting if time.monotonic() + (expected(job.name) or 0.0) <= deadline]
+            for job in fitting[: at_once - len(running)]:
+                waiting.remove(job)
+                with open(logs / f"{job.name}.log", "wb") as log:
+                    started = subprocess.Popen(job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                running.append(_Running(job, started))
+            if not running:
+                break
+            time.sleep(_LOOK_SECONDS)
+            for one in [r for r in running if r.process.poll() is not None]:
+                running.remove(one)
+                ended(one.job, one.process.returncode == 0, _left(running, waiting, at_once, expected))
+    finally:
+        for one in running:
+            one.process.terminate()
+        for one in running:
+            one.process.wait()
+    return waiting
+
+
+def _left(running: list[_Running], waiting: list[Job], at_once: int, expected: Callable[[str], float | None]) -> float:
+    now = time.monotonic()
+    begun = [max(0.0, (expected(r.job.name) or 0.0) - (now - r.began)) for r in running]
+    later = [expected(job.name) or 0.0 for job in waiting]
+    return max([sum(begun + later) / at_once, *begun, *later])
+
+
+def last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "(it said nothing)"

@@ -1,0 +1,1 @@
+"""Measurements of torrential itself, on real processes."""

@@ -1,0 +1,238 @@
+"""Collectives by messages: any plan of comm/schedules, carried out over a Messenger.
+
+    start     say where every message of the plan shall land: in the vector what replaces, in scratch what is added
+    advance   of each stream: start a step's sends; once its receives are here, add them up; on to the next step
+    finished  every stream is at its end, and what was sent is with the kernel
+
+A message's tag is the operation's number and its key in the plan. Operations in flight progress side by side, each
+as far as it can; only their numbers, the same for all members, are given out in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from torrential.comm.carrier import Carrier, Operation
+from torrential.comm.messenger import Messenger, Outgoing
+from torrential.comm.protocol import Meter, Part
+from torrential.comm.schedules import ALGORITHMS, direct, naive, tree
+from torrential.comm.schedules.base import Plan, Receive, Send, Stream
+from torrential.comm.shared import CHUNK
+
+REST_SECONDS = 2e-3
+
+
+@lru_cache(maxsize=1024)
+def planned(make: Callable[..., Plan], *args: int) -> Plan:
+    return make(*args)
+
+
+class ScheduledCarrier(Carrier):
+    def __init__(
+        self,
+        rank: int,
+        meter: Meter,
+        check: Callable[[], None],
+        timeout: float,
+        messenger: Messenger,
+        channel: str = "",
+    ) -> None:
+        super().__init__(rank, meter, check, timeout)
+        self.messenger = messenger
+        self.channel = channel  # apart from those of other carriers over the same messenger
+
+    def rest(self, head: Operation, waited: float) -> None:
+        self.messenger.pause(REST_SECONDS)
+
+    def _advance(self) -> None:
+        for operation in list(self._queue):
+            if operation.advance():
+                operation.finished = True
+                self._queue.remove(operation)
+
+    def _plan(self, make: Callable[..., Plan], *args: int) -> Plan:
+        return planned(make, self.index, len(self.members), *args)
+
+    # -- sums ---------------------------------------------------------------------------------------------------
+    def all_reduce(self, tensor: Tensor, algorithm: str | None = None) -> Operation:
+        name = algorithm or "direct"
+        plan = self._plan(ALGORITHMS[name].plan, tensor.numel())
+        return self.launch(Planned(self, "all-reduce", plan, tensor, straight=name == "direct"))
+
+    def reduce_scatter(self, region: Tensor, parts: Sequence[Part]) -> Operation:
+        for part in parts:
+            region[part.start : part.stop] = 0 if part.data is None else part.data
+        plan = self._plan(direct.reduce_scatter, region.numel())
+        return self.launch(Planned(self, "reduce-scatter", plan, region, straight=True))
+
+    def reduce(self, tensor: Tensor, root: int) -> Operation:
+        """The sum, in the root's tensor; the others' are scratch afterwards."""
+        plan = self._plan(tree.reduce, tensor.numel(), self.members.index(root))
+        return self.launch(Planned(self, "reduce", plan, tensor))
+
+    # -- copies -------------------------------------------------------------------------------------------------
+    def broadcast(self, tensor: Tensor, root: int) -> Operation:
+        plan = self._plan(tree.broadcast, tensor.numel(), self.members.index(root))
+        return self.launch(Planned(self, "broadcast", plan, tensor))
+
+    def all_gather(self, vector: Tensor) -> Operation:
+        """Finished once everybody's vector is here, whether or not ours has left: a vote counts when it is heard."""
+        rows = self._rows(vector)
+        operation = Planned(self, "all-gather", self._plan(direct.share, rows.shape[1]), rows, straight=True)
+        operation.until_sent = False
+        operation.result = rows[:, : vector.numel()]
+        return self.launch(operation)
+
+    def gather(self, vector: Tensor, root: int) -> Operation:
+        """Waits for a (members, numel) tensor on the root, for nothing of value elsewhere."""
+        rows = self._rows(vector)
+        plan = self._plan(naive.gather, rows.shape[1], self.members.index(root))
+        operation = Planned(self, "gather", plan, rows, straight=True)
+        operation.result = rows[:, : vector.numel()] if self.rank == root else None
+        return self.launch(operation)
+
+    def all_to_all(self, tensor: Tensor) -> Operation:
+        """Row i of a (members, ...) tensor goes to member i; waits for the rows that came, by member."""
+        both = torch.empty(2, *tensor.shape, dtype=tensor.dtype)
+        both[0] = tensor
+        both[1, self.index] = tensor[self.index]
+        plan = self._plan(direct.all_to_all, tensor[0].numel())
+        operation = Planned(self, "all-to-all", plan, both, straight=True)
+        operation.result = both[1]
+        return self.launch(operation)
+
+    def barrier(self) -> Operation:
+        return self.all_gather(torch.empty(0))
+
+    def _rows(self, vector: Tensor) -> Tensor:
+        """Room for a vector of each member, ours filled in; at least one element, so that there is a message."""
+        rows = torch.zeros(len(self.members), max(1, vector.numel()), dtype=vector.dtype)
+        rows[self.index, : vector.numel()] = vector.detach().view(-1)
+        return rows
+
+
+class Planned(Operation):
+    """A plan as an operation of the queue."""
+
+    carrier: ScheduledCarrier
+    until_sent = True
+
+    def __init__(
+        self, carrier: ScheduledCarrier, what: str, plan: Plan, tensor: Tensor, *, straight: bool = False
+    ) -> None:
+        super().__init__(carrier)
+        self.what = what
+        self.indirect = not straight
+        self.execution = Execution(carrier, self.number, plan, tensor, carrier.members)
+
+    def start(self) -> None:
+        self.execution.start()
+
+    def advance(self) -> bool:
+        return self.execution.advance() and (not self.until_sent or self.execution.all_sent())
+
+    def lagging(self) -> int:
+        return self.execution.lagging()
+
+
+class Execution:
+    """One plan under way on this member."""
+
+    def __init__(
+        self, carrier: ScheduledCarrier, number: int, plan: Plan, tensor: Tensor, members: Sequence[int]
+    ) -> None:
+        self._messenger, self._meter = carrier.messenger, carrier.meter
+        self._prefix = f"{carrier.channel}{number}/"
+        self._plan, self._members = plan, members
+        self._index = members.index(carrier.rank)
+        self._vector = tensor.view(-1)
+        self._streams = [_Cursor(stream) for stream in plan if stream]
+        self._sent: list[tuple[int, Outgoing]] = []
+
+    def start(self) -> None:
+        vector = self._vector
+        for stream in self._plan:
+            for step in stream:
+                for r in step.receives:
+                    into = vector.new_empty(r.stop - r.start) if r.add else vector[r.start : r.stop]
+                    self._messenger.expect(*self._where(r), [into])
+
+    def advance(self) -> bool:
+        """Do what can be done now; True when all that was to come has come."""
+        if self._streams:
+            self._streams = [cursor for cursor in self._streams if not self._follow(cursor)]
+        return not self._streams
+
+    def all_sent(self) -> bool:
+        return all(outgoing.done() for _, outgoing in self._sent)
+
+    def lagging(self) -> int:
+        for cursor in self._streams:
+            for receive in cursor.stream[cursor.at].receives:
+                if not self._messenger.arrived(*self._where(receive)):
+                    return self._members[receive.source]
+        return next((to for to, outgoing in self._sent if not outgoing.done()), self._members[self._index])
+
+    def _where(self, receive: Receive) -> tuple[int, str]:
+        return self._members[receive.source], f"{self._prefix}{receive.key}"
+
+    def _follow(self, cursor: _Cursor) -> bool:
+        """Take a stream as far as it goes; True at its end."""
+        while cursor.at < len(cursor.stream):
+            step = cursor.stream[cursor.at]
+            if not cursor.entered:
+                cursor.entered = True
+                for send in step.sends:
+                    self._send(send)
+            if not all(self._messenger.arrived(*self._where(r)) for r in step.receives):
+                return False
+            if step.receives:
+                self._land(step.receives)
+            cursor.at, cursor.entered = cursor.at + 1, False
+        return True
+
+    def _send(self, send: Send) -> None:
+        part = self._vector[send.start : send.stop]
+        to = self._members[send.to]
+        self._sent.append((to, self._messenger.send(to, f"{self._prefix}{send.key}", [part])))
+        self._meter.bytes_sent += part.nbytes
+
+    def _land(self, receives: Sequence[Receive]) -> None:
+        terms: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}  # by part: what is to be added, and whose it is
+        for receive in receives:
+            (came,) = self._messenger.take(*self._where(receive))
+            part = receive.start, receive.stop
+            if receive.add:
+                terms.setdefault(part, []).append((receive.source, came))
+            elif came.data_ptr() != self._vector[slice(*part)].data_ptr():  # too early to land in its place
+                self._vector[slice(*part)] = came.view(-1)
+        for part, by_member in terms.items():
+            by_member.sort(key=lambda term: term[0])
+            before = [came for source, came in by_member if source < self._index]
+            after = [came for source, came in by_member if source > self._index]
+            _add(before, self._vector[slice(*part)], after)
+
+
+class _Cursor:
+    """How far a stream has come."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.at, self.entered = stream, 0, False
+
+
+def _add(before: list[Tensor], own: Tensor, after: list[Tensor]) -> None:
+    """own = before + own + after, left to right, in chunks; uses `before` up."""
+    step = CHUNK if len(before) + len(after) > 1 else max(1, own.numel())
+    for a in range(0, own.numel(), step):
+        piece = own[a : a + step]
+        if before:
+            first = before[0][a : a + step]
+            for term in before[1:]:
+                first += term[a : a + step]
+            torch.add(first, piece, out=piece)
+        for term in after:
+            piece += term[a : a + step]

@@ -1,0 +1,100 @@
+"""The learning rate, and the growth of the batch, as functions of samples seen.
+
+    rate
+    peak        ┌────────┐           linear scaling: peak = base × joined batch / base batch
+              ╱          │           gradual warm-up: up by the same amount at every step, from base
+    base    ╱            └────────┐
+                                  └───────
+           0  warm-up   1/3      2/3   8/9   of the run
+
+Indexed by samples, not steps, so that a batch that grows, or a worker that dies, leaves the shape as it is.
+(Goyal et al. 2017, sections 2.1 and 2.2; Smith et al. 2018 for the growing batch.)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torrential.config import Recipe
+from torrential.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Schedule:
+    recipe: Recipe
+    base: float  # the task's own rate
+    base_batch: int  # the joined batch it is meant for
+    samples: int  # in the training set
+    total: int  # to be seen in the run
+
+    def __post_init__(self) -> None:
+        recipe = self.recipe
+        if recipe.warmup < 0 or self.warmup > self.total:
+            epochs = self.total / self.samples
+            raise BadInput(
+                f"warm-up is longer than the run (warmup: {recipe.warmup:g} epochs, run: {epochs:.3g}); "
+                f"use --set warmup={epochs / 10:.1g}"
+            )
+        if not all(0 < m <= 1 for m in recipe.milestones) or list(recipe.milestones) != sorted(recipe.milestones):
+            raise BadInput(f"milestones are rising fractions of the run (given: {recipe.milestones}); try 0.5,0.75")
+        if not 0 < recipe.factor < 1:
+            raise BadInput(f"factor must be between 0 and 1 (given: {recipe.factor}); try --set factor=0.1")
+        if recipe.power <= 0:
+            raise BadInput(f"power must be above zero (given: {recipe.power})")
+        if recipe.grow and recipe.schedule != "step":
+            raise BadInput(
+                f"grow needs a schedule with steps (given: schedule={recipe.schedule}); add --set schedule=step"
+            )
+        if recipe.grow and abs(1 / recipe.factor - round(1 / recipe.factor)) > 1e-9:
+            raise BadInput(
+                f"a batch can only grow by a whole number (1 / factor: {1 / recipe.factor:g}); try --set factor=0.2"
+            )
+
+    @property
+    def warmup(self) -> float:
+        """In samples."""
+        return self.recipe.warmup * self.samples
+
+    def scale(self, joined: int) -> float:
+        """What the joined batch makes of the rate."""
+        k = joined / self.base_batch
+        return {"linear": k, "sqrt": math.sqrt(k)}.get(self.recipe.scaling, 1.0)
+
+    def loss_scale(self, joined: int) -> float:
+        return joined / self.base_batch if self.recipe.scaling == "loss" else 1.0
+
+    def rate(self, seen: int, joined: int) -> float:
+        """For the step that begins after `seen` samples, when all members together take `joined` (before growth)."""
+        peak = self.base * self.scale(joined)
+        if seen < self.warmup:
+            if self.recipe.warmup_kind == "constant":
+                return self.base
+            return self.base + (peak - self.base) * seen / self.warmup
+        return peak * self._decay(seen) * self.growth(seen, joined)
+
+    def _decay(self, seen: int) -> float:
+        recipe = self.recipe
+        after = min(1.0, (seen - self.warmup) / max(1.0, self.total - self.warmup))
+        match recipe.schedule:
+            case "step":
+                return float(recipe.factor ** self._drops(seen))
+            case "cosine":
+                return (1 + math.cos(math.pi * after)) / 2
+            case "poly":
+                return float((1 - after) ** recipe.power)
+        return 1.0
+
+    def _drops(self, seen: int) -> int:
+        return sum(seen >= m * self.total for m in self.recipe.milestones)
+
+    def growth(self, seen: int, joined: int) -> int:
+        """How many times the joined batch is taken at once, in the place of drops of the rate."""
+        if not self.recipe.grow:
+            return 1
+        times, grown = round(1 / self.recipe.factor), 1
+        for _ in range(self._drops(seen)):
+            if joined * grown * times > self.samples / 10:
+                break
+            grown *= times
+        return grown
