@@ -46,6 +46,7 @@ def train(
     task: Annotated[str | None, typer.Argument(help="A built-in task, or file.py[:name].", show_default=False)] = None,
     strategy: Annotated[str | None, typer.Option(help="How workers cooperate; allreduce by default.")] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; 1 by default.")] = None,
+    servers: Annotated[int | None, typer.Option(help="Parameter servers; 1 for strategies that need them.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; the task's own by default.")] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this many steps.")] = None,
     target: Annotated[float | None, typer.Option(help="Stop when validation reaches this value.")] = None,
@@ -79,7 +80,7 @@ def train(
                 "lr": lr,
                 "out": out,
             }
-            given |= {"workers": workers, "seed": seed, "device": device, "strategy": strategy}
+            given |= {"workers": workers, "servers": servers, "seed": seed, "device": device, "strategy": strategy}
             changed = [f"--{name}" for name, value in given.items() if value is not None] + ["--set"] * bool(set_)
             if changed:
                 raise BadInput(f"a resumed run keeps its options; leave out {', '.join(changed)}")
@@ -94,6 +95,7 @@ def train(
                 strategy=strategy or "allreduce",
                 options=_options(set_ or []),
                 workers=1 if workers is None else workers,
+                servers=servers,
                 epochs=epochs,
                 steps=steps,
                 target=target,

@@ -23,6 +23,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Threads per worker for arithmetic; by default the cores divided by the workers, at least one."""
     restart: bool = False
     """Whether a worker that died is replaced."""
+    restart_servers: bool = True
+    """Whether a server that died is replaced."""
+    replicas: int | None = None
+    """Copies of every parameter on other servers than the one that answers for it; by default 1 if there are two."""
+    slow: str | None = None
+    """Workers to slow down for experiments: "1:4,3:2" makes worker 1 four times as slow and worker 3 twice;
+    "random:10:50" makes every worker ten times as slow in one of 50 steps, drawn by the seed."""
     timeout: float = 60.0
     """Seconds that one role waits for another before it is taken for hung."""
     evaluate_every: int | None = None

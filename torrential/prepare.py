@@ -28,6 +28,7 @@ from torrential.strategies import STRATEGIES, make_strategy
 from torrential.strategies.base import Strategy
 from torrential.task import Task, with_validation
 from torrential.tasks import load_task
+from torrential.trainer.slow import Slow
 from torrential.trainer.worker import schedule_of
 from torrential.version import __version__
 from torrential.worlds.base import Job
@@ -44,6 +45,7 @@ class Request:
     strategy: str = "allreduce"
     options: dict[str, Any]
     workers: int = 1
+    servers: int | None = None  # what the strategy needs
     epochs: int | None = None
     steps: int | None = None
     target: float | None = None
@@ -76,6 +78,8 @@ def prepare(asked: Request, out: Path | None) -> Job:
             f"use --workers {samples}"
         )
     model = _try_once(task)
+    servers = _servers(asked, strategy, settings, model)
+    Slow.parse(settings.slow, asked.workers)
     config = RunConfig(
         task=task.name,
         source=_lasting(asked.source),
@@ -83,7 +87,7 @@ def prepare(asked: Request, out: Path | None) -> Job:
         options=msgspec.to_builtins(strategy),
         world="local",
         workers=asked.workers,
-        servers=0,
+        servers=servers,
         epochs=task.epochs,
         steps=asked.steps,
         target=task.target,
@@ -112,6 +116,30 @@ def prepare(asked: Request, out: Path | None) -> Job:
     records.write_manifest(directory, manifest)
     _lock(directory)
     return Job(config, task, strategy, directory, changes=changes)
+
+
+def _servers(asked: Request, strategy: Strategy, settings: Settings, model: nn.Module) -> int:
+    """How many there shall be."""
+    if not strategy.served:
+        if asked.servers:
+            raise BadInput(f"{asked.strategy} needs no servers (given: {asked.servers}); leave out --servers")
+        return 0
+    servers = 1 if asked.servers is None else asked.servers
+    trained = [p for p in model.parameters() if p.requires_grad]
+    numel = sum(p.numel() for p in trained)
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
+    if servers < 1:
+        raise BadInput(f"{asked.strategy} needs a server (given: {servers}); use --servers 1")
+    if servers > numel:
+        raise BadInput(f"more servers than parameters (servers: {servers}, parameters: {numel})")
+    if settings.replicas is not None and not 0 <= settings.replicas < servers:
+        raise BadInput(f"{settings.replicas} replicas do not fit {servers} servers; use --set replicas={servers - 1}")
+    if len(kinds) > 1:
+        raise BadInput(f"servers keep parameters of one type (the model has {', '.join(kinds)}); convert some of them")
+    if settings.algorithm != "auto":
+        raise BadInput(f"{asked.strategy} sums nothing among workers; leave out algorithm={settings.algorithm}")
+    strategy.consistency(asked.workers)  # refuses what does not go together
+    return servers
 
 
 def _check_recipe(config: RunConfig, strategy: Strategy, task: Task, model: nn.Module) -> str:
@@ -146,6 +174,11 @@ def _resumed(directory: Path, manifest: records.Manifest, task: Task | None) -> 
     except msgspec.ValidationError as error:
         path = directory / records.MANIFEST
         raise BadInput(f"{path} is damaged ({error}); take it from a copy, or start a new run") from error
+    if STRATEGIES[config.strategy].served:
+        raise BadInput(
+            f"a run of {config.strategy} cannot be resumed yet ({directory}): its checkpoints hold the parameters, "
+            "but not the servers' state; start another one"
+        )
     if task is None:
         if config.source is None:
             raise BadInput(f"the task of {directory} was made in a program; go on with tt.train(task, resume=...)")

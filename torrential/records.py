@@ -49,6 +49,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="ste
     communicate: float
     wait: float
     bytes_sent: int  # by this worker, since the start of the run
+    staleness: dict[int, int] = {}  # of its updates since the start: versions between read and push, how often
+    dropped: int = 0  # of its gradients that came too late, since the start
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="evaluation"):

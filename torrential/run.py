@@ -51,6 +51,7 @@ def train(
     strategy: Strategy | str = "allreduce",
     *,
     workers: int = 1,
+    servers: int | None = None,
     epochs: int | None = None,
     steps: int | None = None,
     target: float | None = None,
@@ -80,6 +81,7 @@ def train(
             strategy=strategy if isinstance(strategy, str) else type(strategy).name,
             options=options | ({} if isinstance(strategy, str) else msgspec.structs.asdict(strategy)),
             workers=workers,
+            servers=servers,
             epochs=epochs,
             steps=steps,
             target=target,
@@ -170,11 +172,19 @@ def summarise(job: Job, history: list[Record]) -> Summary:
         reached=None if config.target is None else bool(reached),
         time_to_target=min((e.time for e in reached), default=None),
         bytes_sent=_bytes_sent(steps),
-        staleness_mean=0.0,
-        staleness_max=0,
+        **_staleness(steps),
         events=sum(isinstance(r, Event) for r in history),
         out=str(job.directory),
     )
+
+
+def _staleness(steps: list[Step]) -> dict[str, Any]:
+    """Over all updates on record, of every worker."""
+    newest = {step.worker: step.staleness for step in steps}
+    counts = [(versions, times) for by_worker in newest.values() for versions, times in by_worker.items()]
+    updates = sum(times for _, times in counts)
+    mean = sum(versions * times for versions, times in counts) / updates if updates else 0.0
+    return {"staleness_mean": mean, "staleness_max": max((versions for versions, _ in counts), default=0)}
 
 
 def planned_steps(job: Job) -> int | None:

@@ -2,15 +2,13 @@
 
 Each pair of workers has one connection: the higher rank dials the lower. A thread per connection reads, another
 writes what the kernel does not take at once, so a send never blocks the caller and two large messages crossing each
-other never deadlock. Frames carry the
-generation; those of an earlier one are read and thrown away. On a regrouping every pair exchanges a marker: once it
-has come, nothing sent before it can still arrive.
+other never deadlock. Frames carry the generation; those of an earlier one are read and thrown away. On a regrouping
+every pair exchanges a marker: once it has come, nothing sent before it can still arrive.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import socket
 import threading
 import time
@@ -21,10 +19,10 @@ import msgspec
 from torch import Tensor
 
 from torrential.comm import wire
+from torrential.comm.outbox import Outbox, Outgoing
 from torrential.errors import PeerLost
 
 DIAL_SECONDS = 10.0
-AT_ONCE = 1 << 16  # bytes; a message up to this is written by the caller, as far as the kernel takes it
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True):
@@ -40,43 +38,28 @@ class Data(msgspec.Struct, frozen=True, tag=True):
 Key = tuple[int, int, str]  # source, generation, tag
 
 
-class Outgoing:
-    """A message on its way; done when it has been handed to the kernel."""
-
-    def __init__(self) -> None:
-        self._sent = False
-
-    def done(self) -> bool:
-        return self._sent
-
-    def mark(self) -> None:
-        self._sent = True
-
-
 class Peer:
     """The connection to one other worker."""
 
-    def __init__(self, rank: int, life: int, connection: wire.Connection[Data | Greeting]) -> None:
+    def __init__(
+        self, rank: int, life: int, connection: wire.Connection[Data | Greeting], told: Callable[[], None]
+    ) -> None:
         self.rank, self.life, self.connection = rank, life, connection
-        self.outbox: queue.SimpleQueue[tuple[list[memoryview], Outgoing] | None] = queue.SimpleQueue()
-        self.queued = 0  # frames that are in the outbox, or being written by its thread
-        self.lock = threading.Lock()  # of `queued`; whoever has seen it at 0 may write while holding it
-        self.lost = False
+        self._outbox = Outbox(connection.write, told)
+
+    @property
+    def lost(self) -> bool:
+        return self._outbox.lost
 
     def send(self, message: Data, tensors: Sequence[Tensor], outgoing: Outgoing) -> None:
-        frame = self.connection.frame(message, tensors)
-        with self.lock:
-            if not self.queued and sum(t.nbytes for t in tensors) <= AT_ONCE:
-                try:
-                    frame = self.connection.write(frame, block=False)
-                except wire.Closed:
-                    self.lost = True
-                    return
-                if not frame:
-                    outgoing.mark()
-                    return
-            self.queued += 1
-            self.outbox.put((frame, outgoing))
+        self._outbox.send(self.connection.frame(message, tensors), sum(t.nbytes for t in tensors), outgoing)
+
+    def lose(self) -> None:
+        self._outbox.close()
+
+    def close(self) -> None:
+        self.lose()
+        self.connection.close()
 
 
 class Messenger:
@@ -119,14 +102,13 @@ class Messenger:
                 admitted[0].close()
             return
         connection, greeting = admitted
-        self._adopt(Peer(greeting.rank, greeting.life, connection))
+        self._adopt(Peer(greeting.rank, greeting.life, connection, self._told))
 
     def _adopt(self, peer: Peer) -> None:
         with self.changed:
             self._peers[peer.rank] = peer
             self._tell()
         self._spawn(self._read, peer)
-        self._spawn(self._write, peer)
 
     def regroup(self, generation: int, peers: dict[int, tuple[str, int]]) -> None:
         """Adopt a new generation: drop peers that left or were reborn, dial lower ranks not yet connected."""
@@ -138,8 +120,7 @@ class Messenger:
                 del self._expected[key]
             for rank, peer in list(self._peers.items()):
                 if rank not in peers or peers[rank][1] > peer.life or peer.lost:
-                    peer.outbox.put(None)
-                    peer.connection.close()
+                    peer.close()
                     del self._peers[rank]
         for rank, (address, life) in peers.items():
             if rank < self.rank and rank not in self._peers:
@@ -148,7 +129,7 @@ class Messenger:
                     connection.send(Greeting(self.rank, self.life))
                 except (OSError, wire.Closed) as error:
                     raise PeerLost(f"worker {rank}") from error
-                self._adopt(Peer(rank, life, connection))
+                self._adopt(Peer(rank, life, connection, self._told))
 
     def close(self) -> None:
         self._closed = True
@@ -157,8 +138,7 @@ class Messenger:
         self._listener.close()
         self._hearing.join(1.0)  # the address is free once it has stopped
         for peer in self._peers.values():
-            peer.outbox.put(None)
-            peer.connection.close()
+            peer.close()
 
     # -- messages -----------------------------------------------------------------------------------------------
     def connected(self, rank: int) -> bool:
@@ -200,6 +180,10 @@ class Messenger:
         self._news = True
         self.changed.notify_all()
 
+    def _told(self) -> None:
+        with self.changed:
+            self._tell()
+
     def _read(self, peer: Peer) -> None:
         def destination(message: Data | Greeting, shapes: Sequence[wire.Shape]) -> Sequence[Tensor] | None:
             if not isinstance(message, Data):
@@ -218,22 +202,7 @@ class Messenger:
         except (wire.Closed, wire.WireError):
             pass  # whoever waits for this peer is told by the supervisor
         finally:
-            peer.lost = True
-            peer.outbox.put(None)
-
-    def _write(self, peer: Peer) -> None:
-        while (item := peer.outbox.get()) is not None:
-            frame, outgoing = item
-            try:
-                peer.connection.write(frame)
-            except wire.Closed:
-                peer.lost = True
-                return
-            with peer.lock:
-                peer.queued -= 1
-            outgoing.mark()
-            with self.changed:
-                self._tell()
+            peer.lose()
 
 
 def settle(messenger: Messenger, members: Sequence[int], check: Callable[[], None], timeout: float) -> None:

@@ -5,6 +5,9 @@ simulation. Concurrency is by handles: a call that moves data starts it and retu
 
 `rank` is a worker's number for life. `members` are the ranks that form the current group, in ascending order; when one
 dies or joins, `generation` grows by one and every wait in flight raises `Regrouped`.
+
+Besides collectives there are letters, between any two roles. An `address` is a worker's rank, or SERVERS + a server's
+number. Whoever lives by letters alone is not interrupted by deaths: it reads in the newest `view` who is there.
 """
 
 from __future__ import annotations
@@ -13,9 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, dtype
+
+if TYPE_CHECKING:
+    from torrential.server.messages import View
+
+SERVERS = 1 << 16  # the address of server 0
 
 
 class Handle(Protocol):
@@ -27,12 +35,20 @@ class Handle(Protocol):
     def done(self) -> bool: ...
 
 
-class Comm(Protocol):
-    """One role's view of its world."""
+class Letter(NamedTuple):
+    """What one role has told another. The tensors may lie in the memory of whoever sent them: they are not to be
+    written to, and what is to be kept must be copied."""
 
-    rank: int
-    members: tuple[int, ...]
-    generation: int
+    source: int  # an address; -1: the world itself, about a new view
+    message: Any
+    tensors: list[Tensor]
+
+
+class Mail(Protocol):
+    """What every role has: time, memory, letters."""
+
+    address: int
+    view: View  # the newest known; a change also arrives as a letter
     shares_memory: bool
     meter: Meter
 
@@ -43,6 +59,29 @@ class Comm(Protocol):
 
     def buffer(self, name: str, numel: int, dtype: dtype, *, common: bool = False, rank: int | None = None) -> Tensor:
         """A registered tensor, zero at first. `common`: one copy that all roles see (only where `shares_memory`)."""
+
+    def post(self, to: int, message: Any, tensors: Sequence[Tensor] = ()) -> Handle:
+        """Send a letter; one that is lost is not reported. Letters of one role to another arrive in order. The handle
+        is done when `tensors` may be changed, but a piece of a registered buffer may be read where it lies
+        (`shares_memory`): it must stay as it is until the other one has answered."""
+
+    def land(self, where: Callable[[Any], Sequence[Tensor] | None]) -> None:
+        """Say where tensors that come as bytes shall be written: `where(message)` names tensors, or None. If they fit,
+        they are those of the letter, and nothing has to be copied."""
+
+    def receive(self, timeout: float | None = None) -> Letter | None:
+        """The next letter from anybody, in order of arrival; None after `timeout` seconds. To a server that is to stop
+        it gives None, too, when no letter is left."""
+
+    def stop_requested(self) -> bool: ...
+
+
+class Comm(Mail, Protocol):
+    """One worker's view of its world."""
+
+    rank: int
+    members: tuple[int, ...]
+    generation: int
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         """Sum over the members, in place; the same bits everywhere."""
@@ -67,8 +106,6 @@ class Comm(Protocol):
 
     def leave(self) -> None:
         """This worker's program is finished; return when all members' are. Raises Regrouped if one dies before."""
-
-    def stop_requested(self) -> bool: ...
 
 
 class Part(NamedTuple):

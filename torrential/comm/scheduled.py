@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from torrential.comm.carrier import Carrier, Operation
-from torrential.comm.messenger import Messenger, Outgoing
+from torrential.comm.messenger import Messenger
+from torrential.comm.outbox import Outgoing
 from torrential.comm.protocol import Meter, Part
 from torrential.comm.schedules import ALGORITHMS, direct, naive, tree
 from torrential.comm.schedules.base import Plan, Receive, Send, Stream

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +28,8 @@ MAX_HEADER = 1 << 20
 MAX_PAYLOAD = 1 << 40
 MOST_PIECES = 1000  # in one call of sendmsg; the kernel takes 1024
 AHEAD = 1 << 16  # bytes read at once where several small things may follow one another
-_LENGTH = struct.Struct("<I")
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+LENGTH = struct.Struct("<I")
+DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 M = TypeVar("M")
 
@@ -56,20 +57,54 @@ Destination = Callable[[Any, Sequence[Shape]], Sequence[Tensor] | None]
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without copying."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    try:
+        return tensor.detach().numpy().reshape(-1).view(np.uint8).data
+    except TypeError:  # a type that numpy does not have; slower
+        return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def empty(shape: Shape) -> Tensor:
-    return torch.empty(shape.sizes, dtype=_DTYPES[shape.dtype])
+    return torch.empty(shape.sizes, dtype=DTYPES[shape.dtype])
+
+
+def check(shape: Shape) -> None:
+    if shape.dtype not in DTYPES or min(shape.sizes, default=0) < 0 or math.prod(shape.sizes) > MAX_PAYLOAD:
+        raise WireError(f"impossible tensor {shape}")
+
+
+def write(sock: socket.socket, frame: list[memoryview], block: bool = True) -> list[memoryview]:
+    """Write a frame; returns what is left of it because it would block."""
+    try:
+        while frame:
+            sent = sock.sendmsg(frame[:MOST_PIECES], (), 0 if block else socket.MSG_DONTWAIT)
+            while frame and sent >= frame[0].nbytes:
+                sent -= frame.pop(0).nbytes
+            if sent:
+                frame[0] = frame[0][sent:]
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        raise Closed from error
+    return frame
+
+
+def close(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the other side was quicker
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
 
 
 _building = threading.Lock()
 
 
 def decoder(messages: Any) -> Any:
-    """A decoder of frames. msgspec looks types up when it makes one and must not be entered twice meanwhile."""
+    return decoder_of(Envelope[messages])
+
+
+def decoder_of(header: Any) -> Any:
+    """A decoder of headers. msgspec looks types up when it makes one and must not be entered twice meanwhile."""
     with _building:
-        return msgspec.msgpack.Decoder(Envelope[messages])
+        return msgspec.msgpack.Decoder(header)
 
 
 class Connection(Generic[M]):
@@ -89,22 +124,10 @@ class Connection(Generic[M]):
         """A frame's bytes, the tensors' as they are when it is written."""
         shapes = [Shape(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in tensors]
         header = self._encoder.encode(Envelope(message, shapes))
-        return [memoryview(_LENGTH.pack(len(header)) + header), *(raw(t) for t in tensors if t.numel())]
+        return [memoryview(LENGTH.pack(len(header)) + header), *(raw(t) for t in tensors if t.numel())]
 
     def write(self, frame: list[memoryview], block: bool = True) -> list[memoryview]:
-        """Write a frame; returns what is left of it because it would block."""
-        try:
-            while frame:
-                sent = self._sock.sendmsg(frame[:MOST_PIECES], (), 0 if block else socket.MSG_DONTWAIT)
-                while frame and sent >= frame[0].nbytes:
-                    sent -= frame.pop(0).nbytes
-                if sent:
-                    frame[0] = frame[0][sent:]
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise Closed from error
-        return frame
+        return write(self._sock, frame, block)
 
     def send(self, message: M, tensors: Sequence[Tensor] = ()) -> int:
         """Write one frame; returns the payload's bytes."""
@@ -113,7 +136,7 @@ class Connection(Generic[M]):
 
     def receive(self, destination: Destination | None = None) -> tuple[M, list[Tensor]]:
         """Read one frame; payloads go straight into the tensors that `destination` names, or into fresh ones."""
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
         if not 0 < length <= MAX_HEADER:
             raise WireError(f"header of {length} bytes (limit: {MAX_HEADER})")
         try:
@@ -121,14 +144,13 @@ class Connection(Generic[M]):
         except msgspec.MsgspecError as error:
             raise WireError(f"unreadable header: {error}") from error
         for shape in envelope.tensors:
-            if shape.dtype not in _DTYPES or min(shape.sizes, default=0) < 0 or math.prod(shape.sizes) > MAX_PAYLOAD:
-                raise WireError(f"impossible tensor {shape}")
+            check(shape)
         wanted = destination(envelope.message, envelope.tensors) if destination else None
         tensors = list(wanted) if wanted is not None else [empty(s) for s in envelope.tensors]
         if len(tensors) != len(envelope.tensors):
             raise WireError(f"{len(envelope.tensors)} tensors where {len(tensors)} were expected")
         for tensor, shape in zip(tensors, envelope.tensors, strict=True):
-            if tensor.numel() != math.prod(shape.sizes) or tensor.dtype != _DTYPES[shape.dtype]:
+            if tensor.numel() != math.prod(shape.sizes) or tensor.dtype != DTYPES[shape.dtype]:
                 raise WireError(f"{shape} does not fit a buffer of {tensor.numel()} {tensor.dtype}")
             if tensor.numel():
                 self._fill(raw(tensor))
@@ -164,9 +186,7 @@ class Connection(Generic[M]):
         return got
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # the other side was quicker
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        close(self._sock)
 
 
 def parse(address: str) -> tuple[socket.AddressFamily, Any]:
@@ -195,38 +215,46 @@ def listen(address: str) -> tuple[socket.socket, str]:
 
 
 def dial(address: str, token: bytes, messages: Any, timeout: float) -> Connection[Any]:
+    return Connection(connect(address, token, timeout), messages)
+
+
+def connect(address: str, token: bytes, timeout: float) -> socket.socket:
     family, where = parse(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout)
         sock.connect(where)
         sock.settimeout(None)
-        _tune(sock)
+        tune(sock)
         sock.sendall(token)
     except OSError:
         sock.close()
         raise
-    return Connection(sock, messages)
+    return sock
 
 
 def admit(sock: socket.socket, token: bytes, messages: Any) -> tuple[Connection[Any], Any] | None:
     """Check a caller: same user (unix), the token, then its first message. None if it is a stranger."""
     try:
         sock.settimeout(HANDSHAKE_SECONDS)
-        if sock.family == socket.AF_UNIX:
-            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            if struct.unpack("3i", credentials)[1] != os.geteuid():
-                raise WireError("another user")
+        check_user(sock)
         if not hmac.compare_digest(_token(sock), token):
             raise WireError("wrong token")
         connection: Connection[Any] = Connection(sock, messages)
         first, _ = connection.receive()
         sock.settimeout(None)
-        _tune(sock)
+        tune(sock)
         return connection, first
     except (WireError, Closed, OSError):
         sock.close()
         return None
+
+
+def check_user(sock: socket.socket) -> None:
+    if sock.family == socket.AF_UNIX:
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", credentials)[1] != os.geteuid():
+            raise WireError("another user")
 
 
 def _token(sock: socket.socket) -> bytes:
@@ -237,6 +265,6 @@ def _token(sock: socket.socket) -> bytes:
     return token
 
 
-def _tune(sock: socket.socket) -> None:
+def tune(sock: socket.socket) -> None:
     if sock.family == socket.AF_INET:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -40,11 +40,8 @@ class Deal:
         """What `member` of `members` takes in the step at the cursor; the cursor stays."""
         assert 0 <= member < members, (member, members)
         take = min(self.samples - self.cursor, members * batch_size * accumulate)
-        # The last samples of an epoch go to fewer members rather than one to each: batch norm needs two.
-        hands = members if take >= 2 * members or batch_size < 3 else max(1, take // 2)
-        first = self.cursor + min(member, hands) * take // hands
-        last = self.cursor + min(member + 1, hands) * take // hands
-        indices = _order(self.samples, self.seed, self.epoch)[first:last]
+        first, last = part(take, member, members, batch_size)
+        indices = order(self.samples, self.seed, self.epoch)[self.cursor + first : self.cursor + last]
         pieces = [indices[at : at + batch_size] for at in range(0, len(indices), batch_size)]
         return Share(indices, pieces, take, member * accumulate)
 
@@ -59,7 +56,15 @@ class Deal:
         return -(-self.samples // (members * batch_size * accumulate))
 
 
+def part(take: int, member: int, members: int, batch_size: int) -> tuple[int, int]:
+    """What a member gets of the next `take` samples, from the first to the one after the last."""
+    # The last samples of an epoch go to fewer members rather than one to each: batch norm needs two.
+    hands = members if take >= 2 * members or batch_size < 3 else max(1, take // 2)
+    return min(member, hands) * take // hands, min(member + 1, hands) * take // hands
+
+
 @lru_cache(maxsize=4)  # shared by all deals of a process: a simulated world has thousands
-def _order(samples: int, seed: int, epoch: int) -> Tensor:
+def order(samples: int, seed: int, epoch: int) -> Tensor:
+    """The epoch's global shuffle."""
     mixed = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8).digest()
     return torch.randperm(samples, generator=torch.Generator().manual_seed(int.from_bytes(mixed, "little") >> 1))

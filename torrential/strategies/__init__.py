@@ -8,9 +8,13 @@ import msgspec
 
 from torrential.errors import BadInput, UnknownName
 from torrential.strategies.allreduce import AllReduce
+from torrential.strategies.backup import Backup
 from torrential.strategies.base import Strategy
+from torrential.strategies.bsp import Bsp
+from torrential.strategies.downpour import Downpour
+from torrential.strategies.ssp import Ssp
 
-STRATEGIES: dict[str, type[Strategy]] = {s.name: s for s in (AllReduce,)}
+STRATEGIES: dict[str, type[Strategy]] = {s.name: s for s in (AllReduce, Bsp, Ssp, Backup, Downpour)}
 
 
 def make_strategy(name: str, options: dict[str, Any]) -> Strategy:

@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import msgspec
+from torch import Tensor
 
 from torrential.comm.protocol import Comm, Handle
+from torrential.config import RunConfig
 from torrential.data.deal import Share
 from torrential.params.home import Home, Update
 from torrential.params.layout import Bucket
+from torrential.server.client import Answer, Client, Pending
+from torrential.server.consistency import Consistency
+from torrential.task import OptimizerSpec
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,79 @@ class Context(Protocol):
         """Wait until everybody has taken the step; snapshots are made here."""
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Samples that a worker has taken to train on."""
+
+    lease: int  # to be named in the push
+    epoch: int
+    first: int  # place of the first of them in the epoch's order
+    indices: Tensor
+    total: int  # of all workers together, where they are dealt one joined batch; else its own
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.indices)
+
+    def split(self, size: int) -> list[Batch]:
+        """In minibatches; one of nothing if it is empty."""
+        pieces = self.indices.split(size) if len(self.indices) else (self.indices,)
+        firsts = range(self.first, self.first + max(1, len(self.indices)), size)
+        return [
+            Batch(self.lease, self.epoch, first, piece, len(piece)) for first, piece in zip(firsts, pieces, strict=True)
+        ]
+
+
+class ServedContext(Protocol):
+    """What the program of a worker may use whose parameters are kept by servers."""
+
+    comm: Comm
+    params: Client
+    config: RunConfig
+    vector: Tensor  # this worker's copy of the parameters, flat and registered: what pulls go into
+    gradient: Tensor  # flat and registered: what backward leaves, to be pushed
+    used: list[int] | None  # entries that the last backward reached; None: all
+
+    def begin(self) -> int:
+        """Take part, with the current parameters in `vector`; returns the clock to begin with."""
+
+    def take(self, clock: int, minibatches: int = 1, after: int = 0) -> Batch | None:
+        """The next samples to train on; None when there are none left, or the run is to stop. All workers but the first
+        get none before `after` updates have been made."""
+
+    def backward(self, batch: Batch, weight: float, after: Pending | None = None) -> float:
+        """The mean gradient over the batch times `weight`, in `gradient` (once `after`, an earlier push of it, is
+        answered); returns the mean loss."""
+
+    def rate(self, batch: Batch, joined: int) -> float:
+        """The learning rate for an update made of `joined` samples, by the batch's place in the run."""
+
+    def exchange(self, batch: Batch, clock: int, rate: float) -> Answer:
+        """Push the gradient, if the batch had samples, to end `clock`, and pull the parameters that the next begins
+        with, in one round trip."""
+
+    def advance(self, batch: Batch, loss: float, answer: Answer | None) -> None:
+        """The batch is done with; count it, record it, evaluate when that is due."""
+
+    def leave(self) -> None: ...
+
+
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     """Subclasses are frozen structs: their fields are the strategy's options."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
     bucket_bytes: ClassVar[int] = 1 << 22
+    served: ClassVar[bool] = False  # whether parameters are kept by servers
+    together: ClassVar[bool] = False  # if served: whether the workers of a clock are dealt one joined batch
 
     def worker(self, ctx: Context) -> None:
         raise NotImplementedError
+
+    def consistency(self, workers: int) -> Consistency:
+        """Of the servers, if it is served."""
+        raise NotImplementedError
+
+    def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
+        """Of the servers, given the task's."""
+        return spec

@@ -27,6 +27,7 @@ from torrential.records import Step
 from torrential.strategies.base import Context, Decision, Strategy
 from torrential.task import Task
 from torrential.trainer.randomness import seed_all
+from torrential.trainer.slow import Slow
 from torrential.trainer.snapshot import Outlet, Snapshot, buffers_of, from_checkpoint, load_rest, rest_of
 from torrential.trainer.watch import BackwardWatch
 
@@ -55,6 +56,8 @@ class Worker:
         self.layout = plan(self.model, strategy.bucket_bytes)
         self._parameters = gradients(self.model, self.layout)
         self._watch = BackwardWatch(self._parameters, self.layout)
+        self._slow = Slow.parse(config.settings.slow, config.workers)
+        self._batch = 0  # that this worker is at
         spec = adapt_optimizer(self._recipe, task.optimizer.with_lr(config.lr), self.model)
         self.home: Home
         if choose(comm, spec, self.layout, device):
@@ -170,6 +173,7 @@ class Worker:
         return self._deal.share(members.index(self.comm.rank), len(members), self.config.batch_size, accumulate)
 
     def backward(self, share: Share, ready: Callable[[Bucket], None]) -> float:
+        began = self.comm.now()
         for parameter in self._parameters:
             parameter.grad = None
         self._watch.begin(ready)
@@ -188,6 +192,10 @@ class Worker:
             (loss if weight == 1.0 else loss * weight).backward()
             total += float(loss.detach()) * len(indices)
         self._watch.end()
+        factor = self._slow.factor(self.config.seed, self.comm.rank, self._batch)
+        self._batch += 1
+        if factor > 1:
+            self.comm.sleep((factor - 1) * (self.comm.now() - began))
         return total
 
     def vote(self, share: Share, loss: float) -> None:

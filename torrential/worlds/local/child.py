@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torrential import shipping
 from torrential.comm.messenger import Messenger
+from torrential.comm.post import Post
 from torrential.errors import TorrentialError
+from torrential.trainer.served import ServedWorker
 from torrential.trainer.worker import Worker
 from torrential.worlds.base import Job
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.comm import LocalComm
 from torrential.worlds.local.link import Buffers, Link
+from torrential.worlds.local.mail import open_post
 from torrential.worlds.local.observing import observe
 from torrential.worlds.local.outlet import LocalOutlet
+from torrential.worlds.local.serving import serve
 
 if TYPE_CHECKING:
     from torrential.worlds.local.nursery import Spawn
@@ -27,19 +31,32 @@ CONNECT_SECONDS = 660.0  # as long as a run may take to start
 
 def main(spawn: Spawn) -> int:
     messenger = None
-    if spawn.role == "worker" and spawn.transport != "shared":
+    if spawn.role == "worker" and spawn.transport != "shared" and not spawn.letters:
         mine = "tcp:127.0.0.1:0" if spawn.transport == "tcp" else f"{spawn.address}-{spawn.rank}-{spawn.life}"
         messenger = Messenger(spawn.rank, spawn.life, mine, spawn.token)
-    hello = m.Hello(spawn.role, spawn.rank, spawn.life, os.getpid(), messenger.address if messenger else "")
+    post = open_post(spawn)
+    hello = m.Hello(
+        spawn.role,
+        spawn.rank,
+        spawn.life,
+        os.getpid(),
+        messenger.address if messenger else "",
+        post.where if post else "",
+    )
     link = Link(spawn.address, spawn.token, hello, CONNECT_SECONDS)
-    worker: Worker | None = None
+    worker: Any = None  # the context of its program, once it is built
     try:
         job = _open(spawn)
         if spawn.role == "observer":
             observe(job, link)
+        elif spawn.role == "server":
+            assert post is not None
+            serve(job, spawn.rank, link, post)
         else:
-            worker = _build(job, spawn.rank, spawn.life, link, messenger)
+            worker, comm = _build(job, spawn.rank, spawn.life, link, messenger, post)
             link.send(m.Ready())
+            if job.strategy.served:
+                comm.begin()
             job.strategy.worker(worker)
         return 0
     except BaseException as error:  # user code may raise anything, SystemExit included
@@ -61,7 +78,9 @@ def _open(spawn: Spawn) -> Job:
     return job
 
 
-def _build(job: Job, rank: int, life: int, link: Link, messenger: Messenger | None) -> Worker:
+def _build(
+    job: Job, rank: int, life: int, link: Link, messenger: Messenger | None, post: Post | None
+) -> tuple[Any, LocalComm]:
     config = job.config
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.settings.threads or max(1, cores // config.workers))
@@ -75,11 +94,14 @@ def _build(job: Job, rank: int, life: int, link: Link, messenger: Messenger | No
     backend = None if not native else ("nccl" if own_gpu else "gloo")
     buffers = Buffers(link, rank)
     comm = LocalComm(
-        rank, config.workers, link, buffers, messenger, config.settings, backend, job.directory / "costs.json"
+        rank, config.workers, link, buffers, messenger, post, config.settings, backend, job.directory / "costs.json"
     )
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
+    if job.strategy.served:
+        return ServedWorker(job.task, config, job.strategy, comm, outlet, device), comm
     meeting = device if backend == "nccl" else torch.device("cpu")
-    return Worker(job.task, config, job.strategy, comm, outlet, device, meeting, job.checkpoint if life == 0 else None)
+    checkpoint = job.checkpoint if life == 0 else None
+    return Worker(job.task, config, job.strategy, comm, outlet, device, meeting, checkpoint), comm
 
 
 def _short(error: BaseException) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +17,7 @@ from torrential.comm.choosing import Chooser
 from torrential.comm.hierarchical import HierarchicalCarrier
 from torrential.comm.messenger import Messenger, settle
 from torrential.comm.native import NativeCarrier
+from torrential.comm.post import Post
 from torrential.comm.protocol import Handle, Meter, Part, Standing
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
@@ -27,23 +27,22 @@ from torrential.errors import PeerLost, Regrouped
 from torrential.records import Event
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, Link
+from torrential.worlds.local.mail import LocalMail
 
 W = TypeVar("W", m.Go, m.AllStopped)
 
 
-class LocalComm:
+class LocalComm(LocalMail):
     """Implements comm.protocol.Comm."""
 
     def __init__(
-        self, rank: int, workers: int, link: Link, buffers: Buffers, messenger: Messenger | None, settings: Settings,
-        backend: str | None, kept: Path | None = None,
+        self, rank: int, workers: int, link: Link, buffers: Buffers, messenger: Messenger | None, post: Post | None,
+        settings: Settings, backend: str | None, kept: Path | None = None,
     ) -> None:  # fmt: skip
-        self.rank, self._link, self._buffers, self._settings = rank, link, buffers, settings
-        self._messenger = messenger
+        super().__init__(rank, link, buffers, post, settings.transport == "shared" and backend is None)
+        self.rank, self._settings, self._messenger = rank, settings, messenger
         self.members: tuple[int, ...] = ()
         self.generation = 0
-        self.meter = Meter()
-        self._began = time.monotonic()
         self._box = link.box(m.AllStopped, m.Go)
         self._workers = workers
         self._small: SharedCarrier | ScheduledCarrier
@@ -60,7 +59,6 @@ class LocalComm:
         if backend is not None:
             self._native = NativeCarrier(rank, self.meter, self.check, settings.timeout, backend)
             self._native.overdue = lambda waited: self._link.send(m.Suspect(-1, waited))
-        self.shares_memory = messenger is None and self._native is None
         self.chooser: Chooser | None = None  # where there is something to choose
         if messenger is not None and settings.algorithm == "auto":
             names = [*ALGORITHMS, *([] if self._native is None else ["native"])]
@@ -79,20 +77,6 @@ class LocalComm:
 
     def _mail(self, rank: int) -> Tensor:
         return self._buffers.get("mail", 2 * MAIL_BYTES, torch.uint8, rank).view(2, MAIL_BYTES)
-
-    # -- clock and memory ---------------------------------------------------------------------------------------
-    def now(self) -> float:
-        return time.monotonic() - self._began
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def buffer(
-        self, name: str, numel: int, dtype: torch.dtype, *, common: bool = False, rank: int | None = None
-    ) -> Tensor:
-        assert self.shares_memory or not common, "there is no common memory here"
-        owner = None if common else (self.rank if rank is None else rank)
-        return self._buffers.get(name, numel, dtype, owner)
 
     # -- collectives --------------------------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor) -> Handle:
@@ -169,6 +153,11 @@ class LocalComm:
             self._settle(self.chooser)
         return Standing(generation, self.members, go.source, go.applied, tuple(go.behind))
 
+    def begin(self) -> None:
+        """Where there are servers, wait for the word to begin. There is one generation: deaths are news in the view."""
+        go, _ = self._box.get()
+        self.generation, self.members, self._began = go.generation, tuple(go.members), go.began
+
     def _settle(self, chooser: Chooser) -> None:
         """Agree on what to pick from. It is no part of training, so it counts for nothing there."""
         before = dataclasses.replace(self.meter)
@@ -192,9 +181,6 @@ class LocalComm:
             if isinstance(message, kind) and message.generation == generation:
                 return message
 
-    def stop_requested(self) -> bool:
-        return self._link.stop
-
     def leave(self) -> None:
         self._link.send(m.Left(self.generation))
         self._link.until(
@@ -204,6 +190,7 @@ class LocalComm:
             self.check()
 
     def close(self) -> None:
+        super().close()
         if self._native is not None:
             self._native.close()
         if self._messenger is not None:

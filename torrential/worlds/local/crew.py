@@ -31,6 +31,7 @@ class Member:
     life: int
     pid: int = 0
     address: str = ""
+    letters: str = ""  # where letters reach it
     connection: wire.Connection[Any] | None = None
     left: bool = False
     delayed: bool = False
@@ -39,7 +40,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        return f"worker {self.rank}" if self.role == "worker" else self.role
+        return "observer" if self.role == "observer" else f"{self.role} {self.rank}"
 
     def send(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
         """Never blocks: a stopped process must not stop the supervisor. What a dead one is sent is dropped."""
@@ -68,9 +69,9 @@ class Report:
 
 
 class Crew:
-    def __init__(self, nursery: socket.socket, parcel: tuple[int, int], transport: str) -> None:
+    def __init__(self, nursery: socket.socket, parcel: tuple[int, int], transport: str, letters: bool) -> None:
         self._nursery: wire.Connection[Message] = wire.Connection(nursery, Message)
-        self._parcel, self._transport = parcel, transport
+        self._parcel, self._transport, self._letters = parcel, transport, letters
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._listener, self._address = wire.listen(f"unix:@torrential-{secrets.token_hex(8)}")
         self.reports: queue.SimpleQueue[Report | Ended | None] = queue.SimpleQueue()
@@ -83,10 +84,10 @@ class Crew:
     def spawn(self, role: str, rank: int, life: int) -> Member:
         member = Member(role, rank, life)
         self._expected[(role, rank, life)] = member
+        parcel = (os.getpid(), *self._parcel)
+        spawn = Spawn(role, rank, life, self._address, self._token, parcel, self._transport, self._letters)
         try:
-            self._nursery.send(
-                Spawn(role, rank, life, self._address, self._token, (os.getpid(), *self._parcel), self._transport)
-            )
+            self._nursery.send(spawn)
         except wire.Closed as error:
             raise RunFailed("the process that starts workers is gone; run again, or go on with --resume") from error
         return member
@@ -122,7 +123,8 @@ class Crew:
         if member is None:
             connection.close()
             return
-        member.pid, member.address, member.connection = hello.pid, hello.address, connection
+        member.pid, member.address, member.letters = hello.pid, hello.address, hello.letters
+        member.connection = connection
         self.reports.put(Report(member, hello, []))
         threading.Thread(target=member.write, daemon=True).start()
         try:

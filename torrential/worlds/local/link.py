@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import mmap
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +31,7 @@ class Link:
         self.stop = False
         self.dismissed = False
         self._unclaimed: list[tuple[Any, list[Tensor]]] = []
-        self._inbox: dict[type, queue.SimpleQueue[tuple[Any, list[Tensor]]]] = {}
+        self._inbox: dict[type, Callable[[tuple[Any, list[Tensor]]], None]] = {}
         self.send(hello)
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -40,28 +42,32 @@ class Link:
     def box(self, *kinds: type) -> queue.SimpleQueue[tuple[Any, list[Tensor]]]:
         """A queue for messages of these kinds, those that came before it was asked for included."""
         box: queue.SimpleQueue[tuple[Any, list[Tensor]]] = queue.SimpleQueue()
+        self.route(box.put, *kinds)
+        return box
+
+    def route(self, put: Callable[[tuple[Any, list[Tensor]]], None], *kinds: type) -> None:
+        """Have messages of these kinds given to `put`, by the thread that reads."""
         with self.changed:
             for kind in kinds:
-                self._inbox[kind] = box
+                self._inbox[kind] = put
             for item in self._unclaimed:
                 if isinstance(item[0], kinds):
-                    box.put(item)
+                    put(item)
             self._unclaimed = [item for item in self._unclaimed if not isinstance(item[0], kinds)]
-        return box
 
     def _read(self) -> None:
         try:
             while True:
                 message, tensors = self._connection.receive()
                 with self.changed:
+                    self.stop |= isinstance(message, m.Stop)
+                    self.dismissed |= isinstance(message, m.Dismissed)
                     if isinstance(message, m.Regroup):
                         self.newest_generation = max(self.newest_generation, message.generation)
                     elif type(message) in self._inbox:
-                        self._inbox[type(message)].put((message, tensors))
+                        self._inbox[type(message)]((message, tensors))
                     else:
                         self._unclaimed.append((message, tensors))
-                    self.stop |= isinstance(message, m.Stop)
-                    self.dismissed |= isinstance(message, m.Dismissed)
                     self.changed.notify_all()
         except (wire.Closed, wire.WireError):
             os._exit(3)  # without a supervisor there is nothing left to do
@@ -83,6 +89,8 @@ class Buffers:
         self._link, self._rank = link, rank
         self._answers = link.box(m.Granted, m.Refused)
         self._held: dict[str, Tensor] = {}
+        self._whole: dict[str, Tensor] = {}  # others', as bytes
+        self._spans: list[tuple[int, int, str]] = []  # first byte, past the last, key; of all that is mapped, in order
         self._owned: list[tuple[int, int, str, Tensor]] = []  # first byte, past the last, name, tensor
 
     def get(self, name: str, numel: int, dtype: torch.dtype, rank: int | None) -> Tensor:
@@ -98,7 +106,10 @@ class Buffers:
     def _map(self, key: str, numel: int, dtype: torch.dtype) -> Tensor:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        size = numel * dtype.itemsize
+        return self._open(key, numel * dtype.itemsize).view(dtype)
+
+    def _open(self, key: str, size: int) -> Tensor:
+        """`size` 0: as large as it is, if somebody has registered it."""
         self._link.send(m.BufferWanted(key, size))
         try:
             answer, _ = self._answers.get(timeout=60)
@@ -108,9 +119,29 @@ class Buffers:
             raise RunFailed(answer.reason)
         fd = os.open(f"/proc/{answer.pid}/fd/{answer.fd}", os.O_RDWR)
         try:
-            return torch.frombuffer(mmap.mmap(fd, size), dtype=dtype)
+            mapped = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
         finally:
             os.close(fd)
+        bisect.insort(self._spans, (mapped.data_ptr(), mapped.data_ptr() + mapped.nbytes, key))
+        return mapped
+
+    def whole(self, key: str) -> Tensor:
+        if key not in self._whole:
+            self._whole[key] = self._open(key, 0)
+        return self._whole[key]
+
+    def locate(self, tensor: Tensor) -> tuple[str, int] | None:
+        at = tensor.data_ptr()
+        before = bisect.bisect_right(self._spans, (at, sys.maxsize)) - 1
+        if before < 0 or not tensor.is_contiguous():
+            return None
+        first, stop, key = self._spans[before]
+        return (key, at - first) if at + tensor.nbytes <= stop and tensor.numel() else None
+
+    def forget(self, ending: str) -> None:
+        """Unmap others' buffers whose keys end so, once nobody here uses them."""
+        self._spans = [span for span in self._spans if not (span[2].endswith(ending) and span[2] in self._whole)]
+        self._whole = {key: tensor for key, tensor in self._whole.items() if not key.endswith(ending)}
 
     def twin(self, tensor: Tensor) -> Callable[[int], Tensor]:
         """Given a piece of one of my buffers, how to find the same piece of another rank's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from torrential.records import Evaluation, Event, Step
+from torrential.server.messages import View
 from torrential.trainer.snapshot import Snapshot
 
 
@@ -14,16 +15,17 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 # -- from a child ---------------------------------------------------------------------------------------------------
 class Hello(_Message, frozen=True):
-    role: str  # "worker" or "observer"
+    role: str  # "worker", "server" or "observer"
     rank: int
     life: int
     pid: int
     address: str  # where peers can reach it
+    letters: str = ""  # where letters can
 
 
 class BufferWanted(_Message, frozen=True):
     key: str
-    size: int  # bytes
+    size: int  # bytes; 0: what it has, if it is there
 
 
 class Stopped(_Message, frozen=True):
@@ -72,7 +74,16 @@ class Suspect(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """This worker is built and can join."""
+    """This worker or server is built and can join."""
+
+    numel: int = 0  # a server's: the length of the key space
+    bounds: list[int] | None = None  # a server's: where it may be cut; anywhere by default
+
+
+class Filled(_Message, frozen=True):
+    """This server has all that the view of that version gives it."""
+
+    version: int
 
 
 class Left(_Message, frozen=True):
@@ -126,6 +137,14 @@ class Go(_Message, frozen=True):
     store_port: int  # of torch.distributed's store, if it is used
 
 
+class Roster(_Message, frozen=True):
+    """Who is there, who answers for what, and where they are."""
+
+    view: View
+    contacts: list[tuple[int, str, int]]  # address, where letters reach it, life
+    began: float
+
+
 class Stop(_Message, frozen=True):
     """Finish at the next step that all agree on."""
 
@@ -161,6 +180,7 @@ FromChild = (
     | SnapshotDone
     | Suspect
     | Ready
+    | Filled
     | Left
     | Delayed
     | Failed
@@ -172,6 +192,7 @@ ToChild = (
     | Regroup
     | AllStopped
     | Go
+    | Roster
     | Stop
     | Gone
     | Back

@@ -32,6 +32,7 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
     token: bytes
     parcel: tuple[int, int, int]  # the supervisor's pid, and two of its descriptors
     transport: str
+    letters: bool  # whether it writes to others
 
 
 class Born(msgspec.Struct, frozen=True, tag=True):
@@ -76,7 +77,8 @@ def _become(spawn: Spawn, parent: int) -> None:
     """The child's side of the fork."""
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    prctl(_PR_SET_NAME, (f"tt-worker-{spawn.rank}" if spawn.role == "worker" else f"tt-{spawn.role}").encode())
+    name = "tt-observer" if spawn.role == "observer" else f"tt-{spawn.role}-{spawn.rank}"
+    prctl(_PR_SET_NAME, name.encode())
     if os.getppid() != parent:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what an interrupt means

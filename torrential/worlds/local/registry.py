@@ -27,8 +27,10 @@ class Registry:
         self._granted = 0
 
     def grant(self, key: str, size: int) -> int | str:
-        """A descriptor, or why there is none."""
+        """A descriptor, or why there is none. `size` 0: only if it is there."""
         if key not in self._files:
+            if not size:
+                return f"nobody has registered a buffer {key!r}"
             if self._granted + size > self._limit:
                 return (
                     f"too little memory for shared buffers ({key!r} needs {size:,} bytes, {self._granted:,} are in "
@@ -39,6 +41,13 @@ class Registry:
             self._files[key] = fd
             self._granted += size
         return self._files[key]
+
+    def forget(self, ending: str) -> None:
+        """Let go of the files whose keys end so."""
+        for key in [k for k in self._files if k.endswith(ending)]:
+            fd = self._files.pop(key)
+            self._granted -= os.fstat(fd).st_size
+            os.close(fd)
 
     def close(self) -> None:
         for fd in self._files.values():

@@ -8,7 +8,8 @@ A change of members is a new generation, agreed on in two rounds so that all dec
     members ── Standing(n) ────► supervisor steps taken so far
     supervisor ── Go ──────────► members    who is in, and whose state those behind shall take
 
-A death at any point starts the next generation.
+A death at any point starts the next generation. A strategy that is served (worlds/local/servers.py) has one generation
+only: deaths are news in the view, and interrupt nobody.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from torrential.worlds.base import Job, Listener
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.crew import Crew, Member, Report
 from torrential.worlds.local.launch import Launch
+from torrential.worlds.local.mail import ending
 from torrential.worlds.local.nursery import Ended
 from torrential.worlds.local.outlet import SLOTS
 from torrential.worlds.local.registry import Registry
+from torrential.worlds.local.servers import Servers
 
 START_SECONDS = 600.0
 TICK_SECONDS = 0.1
@@ -55,7 +58,7 @@ class LocalWorld:
         self._launch.used = True
         registry = Registry()
         parcel = shipping.pack(job)
-        crew = Crew(self._launch.socket, parcel.fds, job.config.settings.transport)
+        crew = Crew(self._launch.socket, parcel.fds, job.config.settings.transport, job.strategy.served)
         try:
             _Run(job, crew, registry, write, listener).supervise()
         finally:
@@ -73,6 +76,8 @@ class _Run:
         self._write_record = write
         self._settings = job.config.settings
         self._workers: dict[int, Member] = {}  # said hello and not lost
+        self._served = job.strategy.served
+        self._servers = Servers(job.config, crew, registry, self._workers, self._event)
         self._starting: dict[int, Member] = {}
         self._generation = 0
         self._stopped: set[int] = set()
@@ -106,6 +111,7 @@ class _Run:
             m.SnapshotDone: self._snapshot_done,
             m.Suspect: self._suspect,
             m.Ready: self._ready,
+            m.Filled: self._servers.filled,
             m.Delayed: self._delayed,
             m.Left: self._left,
             m.Failed: self._failed,
@@ -114,6 +120,7 @@ class _Run:
 
     # -- the loop -----------------------------------------------------------------------------------------------
     def supervise(self) -> None:
+        self._servers.start()
         for rank in range(self._job.config.workers):
             self._spawn(rank, 0)
         self._observer = self._spawn_observer(0)
@@ -140,6 +147,7 @@ class _Run:
             self._handlers[type(report.message)](report.member, report.message, report.tensors)
 
     def _spawn(self, rank: int, life: int) -> None:
+        self._registry.forget(ending(rank, life - 2))  # of those that were served; the last one's may still be read
         self._starting[rank] = self._crew.spawn("worker", rank, life)
         self._listener.worker_state(rank, "starting")
 
@@ -166,7 +174,7 @@ class _Run:
             self._heard = now
             self._observer.kill()
         if self._began is None and now - self._started > START_SECONDS:
-            silent = ", ".join(member.name for member in self._starting.values())
+            silent = ", ".join(member.name for member in [*self._starting.values(), *self._servers.starting()])
             raise RunFailed(
                 f"{silent or 'the workers'} did not start within {START_SECONDS:.0f} s; look for errors above"
             )
@@ -225,6 +233,9 @@ class _Run:
         """It is there; a worker joins when it is built."""
 
     def _ready(self, member: Member, message: m.Ready, _: list[Tensor]) -> None:
+        if member.role == "server":
+            self._servers.ready(member, message)
+            return self._begin_with_servers()
         if self._starting.get(member.rank) is not member:
             return
         del self._starting[member.rank]
@@ -236,8 +247,35 @@ class _Run:
                 member.send(m.SnapshotDone(member.rank, slot))
         if member.life:
             self._event("worker_joined", member.rank)
-        if self._generation or not self._starting:
+        if self._served:
+            self._go_on_with_servers(member)
+        elif self._generation or not self._starting:
             self._regroup()
+
+    def _begin_with_servers(self) -> None:
+        """Once everybody is there."""
+        if self._generation or self._starting or not self._workers or not self._servers.complete:
+            return
+        self._generation = 1
+        self._began = time.monotonic() - self._job.elapsed
+        self._servers.begin(self._began)
+        for worker in self._workers.values():
+            self._let_go(worker)
+
+    def _go_on_with_servers(self, newcomer: Member | None) -> None:
+        """Workers have come or gone."""
+        if not self._generation:
+            return self._begin_with_servers()
+        self._servers.workers_changed()
+        if newcomer is not None:
+            self._let_go(newcomer)
+        self._dismiss_if_all_left()
+
+    def _let_go(self, worker: Member) -> None:
+        assert self._began is not None
+        members = sorted(self._workers)
+        worker.send(m.Go(1, members, [], [], members[0], self._step, [], self._began, 0))
+        self._listener.worker_state(worker.rank, "training")
 
     def _delayed(self, member: Member, message: m.Delayed, _: list[Tensor]) -> None:
         member.delayed = message.waiting
@@ -298,6 +336,8 @@ class _Run:
             self._raise(member, member.said)
         if member.role == "observer":
             return self._observer_gone(member)
+        if member.role == "server":
+            return None if self._dismissed else self._servers.gone(member)
         if self._starting.get(member.rank) is member:
             return self._did_not_start(member, "")
         if self._dismissed or self._workers.get(member.rank) is not member:
@@ -306,7 +346,7 @@ class _Run:
         self._listener.worker_state(member.rank, "lost")
         self._event("worker_lost", member.rank)
         self._tell_observer(m.Gone(member.rank), [])
-        if not self._workers and (self._generation or not self._starting):
+        if not self._workers and (self._generation or not self._starting) and not self._comes_back(member):
             raise RunFailed(f"all workers are gone ({member.name} {self._how(member)}); {self._remedy()}")
         self._replace(member)
 
@@ -321,10 +361,19 @@ class _Run:
 
     def _replace(self, member: Member) -> None:
         """Go on with those that are there, and start another if asked to."""
-        if self._settings.restart and member.life < WORKER_LIVES and self._failed_starts < FAILED_STARTS:
+        if self._may_be_replaced(member):
             self._spawn(member.rank, member.life + 1)
-        if self._workers and (self._generation or not self._starting):
+        if self._served:
+            self._go_on_with_servers(None)
+        elif self._workers and (self._generation or not self._starting):
             self._regroup()
+
+    def _may_be_replaced(self, member: Member) -> bool:
+        return self._settings.restart and member.life < WORKER_LIVES and self._failed_starts < FAILED_STARTS
+
+    def _comes_back(self, member: Member) -> bool:
+        """Whether a run without workers may wait for one, because servers have what is needed to go on."""
+        return self._served and self._may_be_replaced(member)
 
     def _how(self, member: Member) -> str:
         """How a process ended, once the nursery has reaped it."""
@@ -347,9 +396,10 @@ class _Run:
         """A process has ended. Connections tell of those that had said hello; here come those that never did."""
         if self._observer.pid == pid and self._observer.connection is None:
             return self._observer_gone(self._observer)
-        for member in list(self._starting.values()):
+        for member in [*self._starting.values(), *self._servers.starting()]:
             if member.pid == pid and member.connection is None:
-                self._did_not_start(member, f"({_ending(status)})")
+                fallen = self._servers.gone if member.role == "server" else self._did_not_start
+                fallen(member, f"({_ending(status)})")
 
     def _suspect(self, member: Member, message: m.Suspect, _: list[Tensor]) -> None:
         if message.rank < 0:
@@ -401,8 +451,14 @@ class _Run:
             return  # it has not heard yet that somebody died
         member.left = True
         self._listener.worker_state(member.rank, "finished")
-        if all(w.left for w in self._workers.values()) and self._forming_since is None:
+        if self._served:
+            self._servers.workers_changed()  # nobody is to wait for it
+        self._dismiss_if_all_left()
+
+    def _dismiss_if_all_left(self) -> None:
+        if self._workers and all(w.left for w in self._workers.values()) and self._forming_since is None:
             self._dismissed = True
+            self._servers.dismiss()
             for worker in self._workers.values():
                 worker.send(m.Dismissed())
             self._tell_observer(m.Dismissed(), [])

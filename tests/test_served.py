@@ -1,0 +1,121 @@
+"""Strategies on parameter servers, as real processes: what they equal, what they count, and who may die."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import torrential as tt
+from tests import test_faults
+from tests.test_faults import Run
+from torrential.errors import BadInput
+from torrential.records import Event, Step, Summary
+from torrential.strategies import STRATEGIES
+
+pytestmark = pytest.mark.timeout(120)
+start = test_faults.start
+SERVED = sorted(name for name, strategy in STRATEGIES.items() if strategy.served)
+
+
+def weights(out: Path, strategy: str, **options: object) -> tuple[dict[str, Tensor], Summary]:
+    options = {"workers": 2, "epochs": 2, "lr": 0.02} | options
+    result = tt.train("digits-mlp", strategy, out=out, progress=False, **options)  # type: ignore[arg-type]
+    return {n: p.detach() for n, p in result.model.named_parameters()}, result.summary
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return max(float((a[n] - b[n]).abs().max()) for n in a)
+
+
+# -- golden equivalences --------------------------------------------------------------------------------------------
+def test_bsp_is_allreduce_and_ssp_without_staleness_is_bsp(tmp_path: Path) -> None:
+    plain, _ = weights(tmp_path / "allreduce", "allreduce")
+    bsp, summary = weights(tmp_path / "bsp", "bsp", servers=2)
+    assert largest_difference(plain, bsp) < 1e-6
+    assert summary.samples == 2700 and summary.staleness_max == 0
+    ssp, _ = weights(tmp_path / "ssp", "ssp", servers=1, staleness=0)
+    assert all(torch.equal(bsp[name], ssp[name]) for name in bsp)
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_downpour_with_one_replica_is_plain_training(tmp_path: Path, transport: str) -> None:
+    """T3.1."""
+    plain, _ = weights(tmp_path / "allreduce", "allreduce", workers=1)
+    alone, summary = weights(tmp_path / "downpour", "downpour", workers=1, server="task", transport=transport)
+    assert largest_difference(plain, alone) < 1e-6
+    assert summary.staleness_max == 0 and summary.steps == 2 * 43
+
+
+# -- counts ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("push_every", "fetch_every"), [(1, 1), (4, 2), (2, 6)])
+def test_downpour_sends_what_its_periods_say(tmp_path: Path, push_every: int, fetch_every: int) -> None:
+    """T3.2, for what the worker sends: pushes. The steps of a worker are minibatches; 43 in an epoch."""
+    out = tmp_path / "run"
+    options = {"push_every": push_every, "fetch_every": fetch_every}
+    trained, summary = weights(out, "downpour", workers=1, epochs=1, transport="tcp", **options)
+    numel = sum(-(-p.numel() // 16) * 16 for p in trained.values())
+    pushes = -(-1350 // (push_every * 32))
+    assert summary.steps == pushes
+    assert summary.bytes_sent == pushes * 4 * numel
+
+
+def test_asynchrony_is_stale_and_backup_drops(tmp_path: Path) -> None:
+    _, summary = weights(tmp_path / "downpour", "downpour", workers=3, servers=1)
+    assert summary.staleness_mean > 0
+    result = tt.train("digits-mlp", "backup", workers=3, epochs=3, out=tmp_path / "backup", progress=False, slow="2:20")
+    dropped = {r.worker: r.dropped for r in result.history if isinstance(r, Step)}
+    assert dropped[0] == dropped[1] == 0 or sum(dropped.values()) > 0
+    assert result.summary.samples == 3 * 1350  # dropped or not, every sample was used
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_strategy_learns(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "run"
+    result = tt.train("digits", name, workers=3, servers=2, epochs=14, out=out, progress=False)
+    assert result.summary.value is not None and result.summary.value >= 0.95
+    assert result.summary.samples == 14 * 1350
+
+
+# -- deaths ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", SERVED)
+def test_a_worker_that_dies_is_missed_by_nobody(start: Callable[..., Run], name: str) -> None:
+    run = start("digits", "--strategy", name, "--workers", 3, "--servers", 2, "--epochs", 25)
+    run.until_training(20)
+    run.kill("tt-worker-1")
+    assert run.wait() == 0, run.said()
+    summary = next(r for r in run.records() if isinstance(r, Summary))
+    assert summary.samples == 25 * 1350
+    assert [r.worker for r in run.records() if isinstance(r, Event) and r.event == "worker_lost"] == [1]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_server_that_dies_is_succeeded_by_its_replica(start: Callable[..., Run], name: str) -> None:
+    run = start("digits", "--strategy", name, "--workers", 2, "--servers", 2, "--epochs", 25)
+    run.until_training(20)
+    run.kill("tt-server-0")
+    assert run.wait() == 0, run.said()
+    summary = next(r for r in run.records() if isinstance(r, Summary))
+    assert summary.samples == 25 * 1350 and summary.value is not None and summary.value > 0.9
+    assert [r.event for r in run.records() if isinstance(r, Event) and r.event == "server_lost"] == ["server_lost"]
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("strategy", "options", "says"),
+    [
+        ("ssp", {"staleness": -1}, "staleness"),
+        ("downpour", {"push_every": 0}, "push_every"),
+        ("downpour", {"fetch_every": 0}, "fetch_every"),
+        ("backup", {"backups": 2}, "somebody must be waited for"),
+        ("bsp", {"servers": 10**9}, "more servers than parameters"),
+        ("bsp", {"servers": 0}, "needs a server"),
+        ("allreduce", {"servers": 2}, "needs no servers"),
+    ],
+)
+def test_bad_options(tmp_path: Path, strategy: str, options: dict[str, object], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        weights(tmp_path / "run", strategy, **options)

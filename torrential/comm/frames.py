@@ -1,0 +1,188 @@
+"""Letters as bytes: frames as in comm/wire.py, but read as far as they have come, and with tensors by reference.
+
+    | header length, u32 | header: msgpack of Sealed | payload of tensor 0 | payload of tensor 2 | ...
+
+A tensor that lies in memory which the other side can map has no payload: its `Piece` says where it is. Whatever comes
+in, the reader gives frames or raises WireError; it never takes more memory than a frame that has begun asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+from torch import Tensor
+
+from torrential.comm import wire
+
+STRAIGHT = 1 << 14  # bytes; as much of a payload as this is read straight to where it belongs
+MOST_VIEWS = 4096  # of others' memory, kept because the same pieces come again and again
+_NAMES = {dtype: name for name, dtype in wire.DTYPES.items()}
+
+M = TypeVar("M")
+
+
+class Memory(Protocol):
+    """Registered buffers."""
+
+    def locate(self, tensor: Tensor) -> tuple[str, int] | None:
+        """The buffer that a contiguous tensor lies in, and its first byte there."""
+
+    def whole(self, key: str) -> Tensor:
+        """The bytes of a buffer that somebody has registered."""
+
+
+Landing = Callable[[Any], Sequence[Tensor] | None]
+"""Given a message, where its tensors shall lie, if they come as bytes."""
+
+
+def nowhere(message: Any) -> Sequence[Tensor] | None:
+    return None
+
+
+class Piece(wire.Shape, frozen=True, array_like=True):
+    key: str = ""  # of the registered buffer that it lies in; "": its bytes follow
+    offset: int = 0  # of its first byte there
+
+
+class Sealed(msgspec.Struct, Generic[M], array_like=True, frozen=True):
+    message: M
+    pieces: list[Piece]
+
+
+def reader_of(messages: Any) -> Any:
+    """A decoder of headers; one serves all connections of a thread."""
+    return wire.decoder_of(Sealed[messages])
+
+
+def frame(message: Any, tensors: Sequence[Tensor], memory: Memory | None) -> tuple[list[memoryview], int]:
+    """A letter's bytes, and how many of them are payload."""
+    pieces, payload, nbytes = [], [], 0
+    for tensor in tensors:
+        place = memory.locate(tensor) if memory is not None else None
+        key, offset = place or ("", 0)
+        pieces.append(Piece(_NAMES[tensor.dtype], list(tensor.shape), key, offset))
+        if place is None and tensor.numel():
+            payload.append(wire.raw(tensor.contiguous()))
+            nbytes += tensor.nbytes
+    header = _encoder.encode(Sealed(message, pieces))
+    return [memoryview(wire.LENGTH.pack(len(header)) + header), *payload], nbytes
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Frames:
+    """What comes on one connection. Give `room` to the kernel, tell `filled` how much it wrote there."""
+
+    def __init__(self, decoder: Any, memory: Memory | None, landing: Landing = nowhere) -> None:
+        self._decoder, self._memory, self._landing = decoder, memory, landing
+        self._ahead = memoryview(bytearray(wire.AHEAD))
+        self._read = self._held = 0  # of what lies in `ahead`: up to where it has been read, and how far it goes
+        self._letter: tuple[Any, list[Tensor]] | None = None  # the header has come
+        self._missing: list[memoryview] = []  # of its payload
+        self._views: dict[tuple[object, ...], Tensor] = {}
+        self._straight = False
+
+    def room(self) -> memoryview:
+        self._straight = bool(self._missing) and self._missing[0].nbytes >= STRAIGHT
+        return self._missing[0] if self._straight else self._ahead[self._held :]
+
+    def filled(self, count: int) -> Iterator[tuple[Any, list[Tensor]]]:
+        """The letters that are complete by now."""
+        if self._straight:
+            self._missing[0] = self._missing[0][count:]
+        else:
+            self._held += count
+        while self._header() and self._payload():
+            assert self._letter is not None
+            yield self._letter
+            self._letter = None
+        if self._read == self._held:
+            self._read = self._held = 0
+        elif self._held == self._ahead.nbytes:
+            self._make_room(self._held - self._read)
+
+    def _header(self) -> bool:
+        if self._letter is not None:
+            return True
+        held = self._held - self._read
+        if held < wire.LENGTH.size:
+            return False
+        (length,) = wire.LENGTH.unpack_from(self._ahead, self._read)
+        if not 0 < length <= wire.MAX_HEADER:
+            raise wire.WireError(f"header of {length} bytes (limit: {wire.MAX_HEADER})")
+        if held < wire.LENGTH.size + length:
+            self._make_room(wire.LENGTH.size + length)
+            return False
+        start = self._read + wire.LENGTH.size
+        self._read = start + length
+        try:
+            sealed = self._decoder.decode(self._ahead[start : self._read])
+            tensors = self._landed(sealed) or [self._view(p) if p.key else _fresh(p) for p in sealed.pieces]
+            both = zip(tensors, sealed.pieces, strict=True)
+            self._missing = [wire.raw(tensor) for tensor, piece in both if not piece.key and tensor.numel()]
+        except Exception as error:  # of bytes, types, sizes or memory: there are many ways not to make sense
+            raise wire.WireError(f"unreadable header: {type(error).__name__}: {error}") from error
+        self._letter = (sealed.message, tensors)
+        return True
+
+    def _payload(self) -> bool:
+        """Move what has been read ahead; whether nothing is missing."""
+        while self._missing:
+            part = self._missing[0]
+            count = min(part.nbytes, self._held - self._read)
+            part[:count] = self._ahead[self._read : self._read + count]
+            self._read += count
+            if count < part.nbytes:
+                self._missing[0] = part[count:]
+                return False
+            del self._missing[0]
+        return True
+
+    def _make_room(self, needed: int) -> None:
+        """See to it that so many bytes fit in from what has not been read yet, and one more."""
+        if self._read + needed < self._ahead.nbytes:
+            return
+        kept = bytes(self._ahead[self._read : self._held])
+        if needed >= self._ahead.nbytes:
+            self._ahead = memoryview(bytearray(2 * needed))
+        self._read, self._held = 0, len(kept)
+        self._ahead[: len(kept)] = kept
+
+    def _landed(self, sealed: Sealed[Any]) -> list[Tensor] | None:
+        """Where it is wanted, if it is wanted somewhere, comes as bytes, and fits."""
+        wanted = self._landing(sealed.message) if sealed.pieces else None
+        if wanted is None or len(wanted) != len(sealed.pieces):
+            return None
+        fits = (
+            not p.key and p.sizes == list(t.shape) and p.dtype == _NAMES[t.dtype] and t.is_contiguous()
+            for t, p in zip(wanted, sealed.pieces, strict=True)
+        )
+        return list(wanted) if all(fits) else None
+
+    def _view(self, piece: Piece) -> Tensor:
+        """Another's memory."""
+        key = (piece.key, piece.offset, piece.dtype, *piece.sizes)
+        view = self._views.get(key)
+        if view is None:
+            wire.check(piece)
+            if self._memory is None:
+                raise wire.WireError("memory is not shared here")
+            dtype = wire.DTYPES[piece.dtype]
+            stop = piece.offset + math.prod(piece.sizes) * dtype.itemsize
+            whole = self._memory.whole(piece.key)
+            if not 0 <= piece.offset <= stop <= whole.nbytes:
+                raise wire.WireError(f"{piece} is outside its buffer of {whole.nbytes} bytes")
+            view = whole[piece.offset : stop].view(dtype).view(piece.sizes)
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            self._views[key] = view
+        return view
+
+
+def _fresh(piece: Piece) -> Tensor:
+    wire.check(piece)
+    return wire.empty(piece)

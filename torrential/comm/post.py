@@ -1,0 +1,290 @@
+"""Letters between any two roles, over unix or tcp sockets.
+
+Everybody listens. Whoever writes first dials, shows the run's token and says who it is; the answer goes back on the
+same connection. Reading is done by `receive` alone, in the caller's own thread, from all connections at once: no other
+thread has a hand in a small letter, there or back. If two roles dial each other at the same moment, each goes on
+writing on the connection it has; so letters of one role to another arrive in order.
+
+    caller ── token, Greeting ──► listener     anything else: a stranger, dropped and counted
+    caller ── letter ───────────► listener
+    caller ◄─────────── letter ── listener
+
+A letter for somebody who is gone is lost without a word: whoever needs an answer hears of the death otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from torrential.comm import wire
+from torrential.comm.frames import Frames, Landing, Memory, frame, nowhere, reader_of
+from torrential.comm.outbox import Outbox, Outgoing
+from torrential.comm.protocol import Letter
+from torrential.errors import WaitedTooLong
+
+DIAL_SECONDS = 5.0
+READS = 16  # from one connection before the others have their turn
+AN_HOUR = 3600.0
+MOST_STRANGERS = 64  # who have connected and not shown the token yet
+
+
+class Greeting(msgspec.Struct, frozen=True, tag=True):
+    address: int
+    life: int  # which incarnation of that role is calling
+
+
+class Contact(NamedTuple):
+    """How to reach a role."""
+
+    where: str
+    life: int
+
+
+class Posted(Outgoing):
+    """The handle of a letter."""
+
+    def __init__(self, to: int, written: threading.Condition) -> None:
+        super().__init__()
+        self._to, self._written = to, written
+
+    def lose(self) -> None:
+        self.mark()
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self.done():
+            return
+        with self._written:
+            over = self._written.wait_for(self.done, timeout)
+        if not over:
+            assert timeout is not None
+            raise WaitedTooLong(f"address {self._to}", timeout, "to take a letter")
+
+
+class _Line:
+    """One connection."""
+
+    def __init__(
+        self, sock: socket.socket, frames: Frames, outbox: Outbox, address: int | None, life: int, token: bytes
+    ) -> None:
+        self.sock, self.frames, self.outbox, self.address, self.life = sock, frames, outbox, address, life
+        self.token = bytearray()  # as much of it as has come
+        self.expected = token
+        self.deadline = time.monotonic() + wire.HANDSHAKE_SECONDS
+
+    def admit(self) -> bool:
+        """Read the token and nothing after it; whether it has come."""
+        missing = len(self.expected) - len(self.token)
+        if missing:
+            more = self.sock.recv(missing, socket.MSG_DONTWAIT)
+            self.token += more
+            if not more or (len(more) == missing and not hmac.compare_digest(self.token, self.expected)):
+                raise wire.WireError("no token")
+        return len(self.token) == len(self.expected)
+
+    def read(self) -> tuple[int, bool]:
+        """Let the kernel fill the room there is; how much has come, and whether there may be more."""
+        room = self.frames.room()
+        try:
+            got = self.sock.recv_into(room, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0, False
+        except OSError as error:
+            raise wire.Closed from error
+        if not got:
+            raise wire.Closed
+        return got, got == room.nbytes
+
+
+class Post:
+    """One role's letters. To be used by one thread, except for `know`, `announce` and `stop`."""
+
+    def __init__(self, address: int, life: int, listen: str, token: bytes, messages: Any) -> None:
+        self.address, self.life, self._token = address, life, token
+        self.memory: Memory | None = None  # what can be shared with others; to be set before the first letter
+        self.landing: Landing = nowhere
+        self._listener, self.where = wire.listen(listen)
+        self._decoder = reader_of(Greeting | messages)
+        self.strangers = 0
+        self._contacts: Mapping[int, Contact] = {}
+        self._lines: dict[int, _Line] = {}  # by descriptor
+        self._to: dict[int, _Line] = {}  # whom we write to on which
+        self._unknown: dict[int, _Line] = {}  # those of `_lines` that have not said who they are
+        self._arrived: deque[Letter] = deque()
+        self._stopped = False
+        self._written = threading.Condition()  # something that was not written at once is by now
+        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+        self._epoll.register(self._news, select.EPOLLIN)
+
+    # -- what other threads may call --------------------------------------------------------------------------------
+    def know(self, contacts: Mapping[int, Contact]) -> None:
+        self._contacts = contacts
+
+    def announce(self, message: Any) -> None:
+        """A letter from the world itself."""
+        self._arrived.append(Letter(-1, message, []))
+        self._wake()
+
+    def stop(self) -> None:
+        """From now on `receive` returns None when there is nothing to read."""
+        self._stopped = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            os.eventfd_write(self._news, 1)
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+    def post(self, to: int, message: Any, tensors: Sequence[Tensor]) -> Posted:
+        outgoing = Posted(to, self._written)
+        line = self._line_to(to)
+        if line is None:
+            outgoing.lose()
+        else:
+            line.outbox.send(*frame(message, tensors, self.memory), outgoing)
+        return outgoing
+
+    def _tell(self) -> None:
+        with self._written:
+            self._written.notify_all()
+
+    def _line_to(self, to: int) -> _Line | None:
+        line, contact = self._to.get(to), self._contacts.get(to)
+        if line is not None and not line.outbox.lost and (contact is None or contact.life <= line.life):
+            return line  # a lost one is still read from, up to its end
+        if contact is None:
+            return None
+        try:
+            sock = wire.connect(contact.where, self._token, DIAL_SECONDS)
+        except OSError:
+            return None
+        line = self._add(sock, to, contact.life)
+        line.outbox.send(*frame(Greeting(self.address, self.life), (), None), Outgoing())
+        self._to[to] = line
+        return line
+
+    # -- reading ----------------------------------------------------------------------------------------------------
+    def receive(self, timeout: float | None = None) -> Letter | None:
+        if self._arrived:
+            return self._arrived.popleft()
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left = min(deadline - time.monotonic(), self._drop_the_silent(), AN_HOUR)
+            ready = self._epoll.poll(0.0 if self._stopped else max(0.0, left))
+            for descriptor, _ in ready:
+                if (line := self._lines.get(descriptor)) is not None:
+                    self._read(line)
+                elif descriptor == self._news:
+                    os.eventfd_read(self._news)
+                else:
+                    self._accept()
+            if self._arrived:
+                return self._arrived.popleft()
+            if (self._stopped and not ready) or time.monotonic() >= deadline:
+                return None
+
+    def _read(self, line: _Line) -> None:
+        try:
+            if not line.admit():
+                return
+            for _ in range(READS):
+                got, more = line.read()
+                for message, tensors in line.frames.filled(got):
+                    self._take(line, message, tensors)
+                if not more:
+                    return
+        except BlockingIOError:
+            return  # of the token
+        except (wire.Closed, wire.WireError, OSError) as error:
+            self.strangers += line.address is None or isinstance(error, wire.WireError)
+            self._drop(line)
+
+    def _take(self, line: _Line, message: Any, tensors: list[Tensor]) -> None:
+        if line.address is not None:
+            if isinstance(message, Greeting):
+                raise wire.WireError("a second greeting")
+            contact = self._contacts.get(line.address)
+            if contact is None or contact.life <= line.life:  # else of one whose place another has taken
+                self._arrived.append(Letter(line.address, message, tensors))
+            return
+        if not isinstance(message, Greeting):
+            raise wire.WireError("no greeting")
+        line.address, line.life = message.address, message.life
+        del self._unknown[line.sock.fileno()]
+        before = self._to.get(line.address)
+        if before is None or before.outbox.lost or before.life < line.life:
+            self._to[line.address] = line
+
+    # -- connections ------------------------------------------------------------------------------------------------
+    def _add(self, sock: socket.socket, address: int | None, life: int) -> _Line:
+        frames = Frames(self._decoder, self.memory, lambda message: self.landing(message))
+        outbox = Outbox(partial(wire.write, sock), self._tell)
+        line = _Line(sock, frames, outbox, address, life, self._token if address is None else b"")
+        self._lines[sock.fileno()] = line
+        self._epoll.register(sock, select.EPOLLIN)
+        return line
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+            wire.check_user(sock)
+            wire.tune(sock)
+        except wire.WireError:
+            sock.close()
+            self.strangers += 1
+            return
+        except OSError:  # it has gone again; or we are out of descriptors, which strangers may have taken
+            if self._unknown:
+                self._drop_stranger(next(iter(self._unknown)))
+            return
+        self._unknown[sock.fileno()] = self._add(sock, None, 0)
+        if len(self._unknown) > MOST_STRANGERS:
+            self._drop_stranger(next(iter(self._unknown)))
+
+    def _drop_the_silent(self) -> float:
+        """Seconds until the next one must have spoken."""
+        if not self._unknown:
+            return AN_HOUR
+        now = time.monotonic()
+        for descriptor, line in list(self._unknown.items()):
+            if line.deadline > now:
+                return line.deadline - now
+            self._drop_stranger(descriptor)
+        return AN_HOUR
+
+    def _drop_stranger(self, descriptor: int) -> None:
+        self.strangers += 1
+        self._drop(self._unknown[descriptor])
+
+    def _drop(self, line: _Line) -> None:
+        descriptor = line.sock.fileno()
+        if self._lines.pop(descriptor, None) is None:
+            return
+        self._unknown.pop(descriptor, None)
+        if line.address is not None and self._to.get(line.address) is line:
+            del self._to[line.address]
+        self._epoll.unregister(descriptor)
+        line.outbox.close()
+        wire.close(line.sock)
+
+    def close(self) -> None:
+        for line in list(self._lines.values()):
+            self._drop(line)
+        self._epoll.close()
+        self._listener.close()
+        os.close(self._news)

@@ -1,0 +1,170 @@
+"""One range on one server, and its place in the chain of servers that hold it (van Renesse, Schneider 2004).
+
+    head ── Replicate(7) ──► replica ── Replicate(7) ──► tail       each applies it, then passes it on
+    head ◄── Replicated(7) ─ replica ◄── Replicated(7) ─ tail       the head answers the worker now
+
+Letters of one server to another arrive in order, so what a replica has applied is a prefix of what the one before it
+has. When that one changes, or an operation is missing, the replica says so (Replicated with `empty`), gets a whole
+State and what comes after it, and hands the State on. Whatever a worker was told is done was then on all of them, so
+any can go on from what it has when those before it are gone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from torrential.comm.protocol import Mail
+from torrential.server.messages import Replicate, Replicated, Request
+from torrential.server.shard import Operation, Outcome, Result, Shard
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Operation).decode
+
+
+class Ask(NamedTuple):
+    """A request, and who made it."""
+
+    worker: int
+    request: Request
+    tensors: Sequence[Tensor]
+
+
+class Link:
+    def __init__(self, comm: Mail, start: int, stop: int, shard: Shard | None) -> None:
+        self.start, self.stop = start, stop
+        self.before: int | None = None  # addresses of its neighbours in the chain
+        self.after: int | None = None
+        self.current = shard is not None  # whether it can go on from what the one before it sends
+        self.view = 0
+        self.stable = 0 if shard is None else shard.number  # operations that are on all servers after this one
+        self.settled: Callable[[Ask, Outcome, Sequence[Tensor]], None] = _nobody
+        self.progressed: Callable[[], None] = _nothing  # more of it is on all replicas
+        self._comm, self._shard = comm, shard
+        self._waiting: deque[tuple[int, Ask, Outcome, Sequence[Tensor]]] = deque()
+
+    @property
+    def shard(self) -> Shard:
+        assert self._shard is not None
+        return self._shard
+
+    @property
+    def holds(self) -> bool:
+        return self._shard is not None
+
+    def part(self, start: int, stop: int) -> Link:
+        link = Link(self._comm, start, stop, None if self._shard is None else self._shard.part(start, stop))
+        link.before, link.after, link.current, link.stable = self.before, self.after, self.current, self.stable
+        return link
+
+    def place(self, before: int | None, after: int | None, view: int) -> None:
+        """Where a new view puts it."""
+        if before is not None and before != self.before:
+            self.current = False
+        self.before, self.after, self.view = before, after, view
+        if before is None:
+            self.current = True
+        else:
+            self._waiting.clear()  # the workers ask the new head
+            if not self.current:
+                self._ask()
+        if after is None and self._shard is not None:
+            self._advance(self._shard.number)
+        elif before is not None and self.current:
+            self._acknowledge()
+
+    # -- at the head -------------------------------------------------------------------------------------------------
+    def commit(self, operation: Operation, tensors: Sequence[Tensor] = (), asks: Sequence[Ask] = ()) -> None:
+        """Apply it here and on all replicas; then the asks, one for each request it carries out, are settled."""
+        shard = self.shard
+        results = shard.apply(operation, tensors)
+        if self.after is None:
+            self.stable = shard.number
+        else:
+            self._pass_on(_encode(operation), tensors)
+        for ask, result in zip(asks, results, strict=True):
+            self.settle(ask, result)
+
+    def settle(self, ask: Ask, result: Result) -> None:
+        """As soon as all that was applied so far is on all replicas."""
+        if self.stable >= self.shard.number:
+            self.settled(ask, *result)
+        else:
+            self._waiting.append((self.shard.number, ask, *result))
+
+    # -- behind it ---------------------------------------------------------------------------------------------------
+    def replicate(self, message: Replicate, tensors: Sequence[Tensor]) -> None:
+        if not self.current:
+            return  # a State is on its way, and what comes after it
+        if message.number > self.shard.number + 1:
+            self.lapse()
+        elif message.number == self.shard.number + 1:
+            self.shard.apply(_decode(message.operation), tensors)
+            if self.after is None:
+                self._advance(message.number)
+            else:
+                self._pass_on(message.operation, tensors)
+
+    def lapse(self) -> None:
+        """An operation is missing, or was for another range than this."""
+        if self.current:
+            self.current = False
+            self._ask()
+
+    def restore(self, shard: Shard) -> None:
+        self._shard, self.current, self.stable = shard, True, 0
+        if self.after is None:
+            self._advance(shard.number)
+        else:
+            self._fill()
+
+    # -- neighbours --------------------------------------------------------------------------------------------------
+    def replicated(self, message: Replicated) -> None:
+        """What the one after this one says."""
+        if message.empty:
+            if self.current:  # else as soon as this one is restored
+                self._fill()
+        elif self._shard is not None and message.number <= self._shard.number:
+            self._advance(message.number)
+
+    def _fill(self) -> None:
+        """Send the one after this one a State."""
+        assert self.after is not None
+        self._comm.post(self.after, *self.shard.state(self.view))
+
+    def _ask(self) -> None:
+        assert self.before is not None
+        self._comm.post(self.before, Replicated(start=self.start, number=0, view=self.view, empty=True))
+
+    def _pass_on(self, operation: bytes, tensors: Sequence[Tensor]) -> None:
+        assert self.after is not None
+        message = Replicate(
+            start=self.start, stop=self.stop, number=self.shard.number, operation=operation, view=self.view
+        )
+        self._comm.post(self.after, message, tensors)
+
+    def _advance(self, number: int) -> None:
+        self.stable = max(self.stable, number)
+        if self.before is not None:
+            self._acknowledge()
+            return
+        while self._waiting and self._waiting[0][0] <= self.stable:
+            _, ask, outcome, tensors = self._waiting.popleft()
+            self.settled(ask, outcome, tensors)
+        self.progressed()
+
+    def _acknowledge(self) -> None:
+        assert self.before is not None
+        self._comm.post(self.before, Replicated(start=self.start, number=self.stable, view=self.view))
+
+
+def _nobody(ask: Ask, outcome: Outcome, tensors: Sequence[Tensor]) -> None:
+    raise AssertionError("only the head is asked")
+
+
+def _nothing() -> None:
+    pass

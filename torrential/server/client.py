@@ -1,0 +1,415 @@
+"""A worker's hand on the parameter server.
+
+    push ──► split by the view's table ──► one request to the head of each range ──► answers ──► the handle is done
+                     ▲                                     │
+                     └── a new view: again, same number ◄──┘ the head died, or the range has moved
+
+Every call returns a handle at once. `wait` reads letters until all its answers are there; those for others complete
+their own handles. Tensors are passed by reference: they are the server's until the handle is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torrential.comm.protocol import SERVERS, Mail
+from torrential.errors import BadInput, RunFailed, WaitedTooLong
+from torrential.server.messages import (
+    LIFE_BITS,
+    Add,
+    Call,
+    Done,
+    Mark,
+    Moved,
+    Pull,
+    Push,
+    Put,
+    Range,
+    Refused,
+    Request,
+    Span,
+    Take,
+    View,
+)
+from torrential.server.ring import find
+
+JOINING = -1  # the clock of a worker that has not begun; nothing waits for it, and it waits for nothing
+Pieces = Tensor | Sequence[tuple[int, Tensor]]  # the whole vector, or flat parts of it with the keys they begin at
+
+
+class Answer(NamedTuple):
+    """What all servers together said."""
+
+    version: int = 0  # updates applied, on the range with the fewest
+    clock: int = 0  # completed by all workers, on the range furthest behind
+    dropped: bool = False  # the gradient came too late and was not used (on the first range)
+    staleness: int = 0  # updates between the read and the push (on the first range)
+    lease: int = 0
+    indices: Span = (0, 0)
+    epoch: int = 0
+    total: int = 0
+    finished: bool = False
+    tensors: Sequence[Tensor] = ()  # what handlers returned, by range
+    ahead: int = 0  # completed by all workers, on the range furthest ahead
+
+
+class Client:
+    def __init__(
+        self, comm: Mail, numel: int, dtype: torch.dtype, *, timeout: float = 60.0, resend: float | None = None
+    ) -> None:
+        """`timeout`: seconds after which a wait fails, naming the server. `resend`: seconds of silence after which
+        requests are sent again; None where the world loses letters only with whoever dies."""
+        self.comm, self.numel, self.dtype = comm, numel, dtype
+        self.timeout, self._resend = timeout, resend
+        self._view: View = comm.view
+        self._seq = self._view.version << LIFE_BITS  # its next life will have seen a newer view
+        self._unanswered: dict[int, Pending] = {}  # by number, in ascending order
+        self._versions: dict[int, int] = {}  # of the parameters last read, by the start of the range
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+    def enter(self) -> int:
+        """Before a worker's first clock: from now on the others wait for it. Returns the clock to begin with."""
+        clock = self._read([], JOINING, everywhere=True).wait().ahead
+        self._read([], clock, everywhere=True)  # ranges that are behind need not wait for this worker until then
+        return clock
+
+    def push(
+        self,
+        gradient: Pieces | None,
+        *,
+        clock: int,
+        lr: float,
+        scale: float = 1.0,
+        used: Sequence[int] | None = None,
+        lease: int = 0,
+        keys: Tensor | None = None,
+    ) -> Pending:
+        """Through the server's optimizer, at the end of `clock`. With `keys` (int64) `gradient` holds values for these
+        keys only; ascending keys are quickest. None: nothing to add, but the clock is completed."""
+        return self._push(gradient, keys, None, clock, lr, scale, used, lease)
+
+    def push_pull(
+        self,
+        gradient: Pieces | None,
+        into: Tensor,
+        *,
+        clock: int,
+        lr: float,
+        scale: float = 1.0,
+        used: Sequence[int] | None = None,
+        lease: int = 0,
+    ) -> Pending:
+        """A push at the end of `clock` and the read that starts the next, in one round trip. Both are of everything,
+        or of the same parts."""
+        return self._push(gradient, None, into, clock, lr, scale, used, lease)
+
+    def pull(self, into: Tensor, *, clock: int, start: int = 0) -> Pending:
+        """The read that starts `clock`: parameters from key `start` on, as many as `into` has room for."""
+        return self._read([(start, into)], clock)
+
+    def get(self, into: Tensor, *, start: int = 0) -> Pending:
+        """Read without waiting for anybody."""
+        return self._read([(start, into)], JOINING)
+
+    def put(self, values: Pieces, *, clock: int = JOINING) -> Pending:
+        return self._send(Put, {}, self._split(values), clock)
+
+    def add(self, values: Pieces, *, clock: int = JOINING, keys: Tensor | None = None) -> Pending:
+        if keys is None:
+            return self._send(Add, {}, self._split(values), clock)
+        return self._send(Add, {"keys": True}, self._split_keys(values, keys), clock)
+
+    # -- the rest ---------------------------------------------------------------------------------------------------
+    def take(self, count: int, *, clock: int = JOINING, after: int = 0) -> Pending:
+        """The next samples to train on: Answer.indices of the epoch's order, to be named in the push as `lease`. Waits
+        until `after` updates have been applied."""
+        return self._send(
+            Take, {"count": count, "after": after}, [_Part(self._view.version, self._view.table[0])], clock
+        )
+
+    def mark(self, number: int, *, clock: int = JOINING) -> Pending:
+        """What this worker has sent before belongs to checkpoint `number`, and nothing after. Every worker marks every
+        number; one that enters later marks the newest at once. Done when all ranges have been copied."""
+        return self._send(Mark, {"number": number}, self._everywhere(), clock)
+
+    def call(
+        self,
+        name: str,
+        options: Mapping[str, Any] | None = None,
+        values: Pieces | None = None,
+        *,
+        clock: int = JOINING,
+    ) -> Pending:
+        """Run a handler that the servers know by this name on every range (with `values`: on those they touch)."""
+        parts = self._everywhere() if values is None else self._split(values)
+        return self._send(Call, {"name": name, "options": dict(options or {})}, parts, clock)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """For everything that is unanswered."""
+        while self._unanswered:
+            next(iter(self._unanswered.values())).wait(timeout)
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+    def _push(
+        self,
+        gradient: Pieces | None,
+        keys: Tensor | None,
+        into: Tensor | None,
+        clock: int,
+        lr: float,
+        scale: float,
+        used: Sequence[int] | None,
+        lease: int,
+    ) -> Pending:
+        options: dict[str, Any] = {"lr": lr, "scale": scale}
+        if used is not None:
+            options["used"] = tuple(used)
+        if lease:
+            options["lease"] = lease
+        if into is not None:
+            options["pull"] = True
+        if keys is not None:
+            assert gradient is not None
+            options["keys"] = True
+            parts = self._split_keys(gradient, keys, everywhere=True)
+        else:
+            parts = self._split(gradient, into)
+        return self._send(Push, options, parts, clock)
+
+    def _read(self, wanted: Sequence[tuple[int, Tensor]], clock: int, everywhere: bool = False) -> Pending:
+        parts = self._everywhere() if everywhere else self._split(wanted, reading=True)
+        return self._send(Pull, {}, parts, clock)
+
+    def _send(self, kind: type[Request], options: dict[str, Any], parts: list[_Part], clock: int) -> Pending:
+        self._seq += 1
+        pending = Pending(self, self._seq, kind, options, clock)
+        if parts:
+            self._unanswered[self._seq] = pending
+        for part in parts:
+            pending.parts[part.start] = part
+            self._post(pending, part)
+        return pending
+
+    def _post(self, pending: Pending, part: _Part) -> None:
+        options = pending.options
+        if pending.kind is Push:
+            if part.version is None:
+                part.version = self._versions.get(part.start, 0)
+            options = {**options, "version": part.version}
+        part.message = pending.kind(
+            seq=pending.seq,
+            clock=pending.clock,
+            view=part.view,
+            spans=part.spans if pending.kind is not Pull or part.into else ((part.start,) * 2, (part.stop,) * 2),
+            start=part.start,
+            floor=next(iter(self._unanswered)),
+            **options,
+        )
+        self.comm.post(part.server, part.message, part.tensors)
+
+    # -- splitting --------------------------------------------------------------------------------------------------
+    def _everywhere(self) -> list[_Part]:
+        return self._cut([(0, self.numel)], (), ())
+
+    def _split(self, pieces: Pieces | None, into: Tensor | None = None, reading: bool = False) -> list[_Part]:
+        if pieces is None:
+            return self._cut([(0, self.numel)], (), () if into is None else [into])
+        if isinstance(pieces, Tensor):
+            pieces = [(0, pieces)]
+        spans = [(start, start + tensor.numel()) for start, tensor in pieces]
+        tensors = [tensor for _, tensor in pieces]
+        if reading:
+            return self._cut(spans, (), tensors)
+        if into is None:
+            return self._cut(spans, tensors, ())
+        return self._cut(spans, tensors, [into] if len(spans) == 1 else [into[a:b] for a, b in spans])
+
+    def _split_keys(self, values: Pieces, keys: Tensor, everywhere: bool = False) -> list[_Part]:
+        assert isinstance(values, Tensor)
+        if keys.numel() != values.numel():
+            raise BadInput(f"{values.numel()} values do not fit {keys.numel()} keys; give one value for each key")
+        if keys.numel() > 1 and not bool((keys[1:] >= keys[:-1]).all()):
+            keys, order = keys.sort(stable=True)
+            values = values[order]
+        if keys.numel() and not (int(keys[0]) >= 0 and int(keys[-1]) < self.numel):
+            raise BadInput(f"no such keys ({int(keys[0])} to {int(keys[-1])}); there are {self.numel}")
+        parts = self._cut([(0, self.numel)], (values, keys), (), keys=True)
+        return parts if everywhere else [part for part in parts if part.tensors[1].numel()]
+
+    def _cut(
+        self, spans: Sequence[Span], tensors: Sequence[Tensor], into: Sequence[Tensor], keys: bool = False
+    ) -> list[_Part]:
+        """By the table. `tensors` and `into` are empty or go with the spans, except that with `keys` there are the
+        values and the keys."""
+        table, version = self._view.table, self._view.version
+        parts: dict[int, _Part] = {}
+        for i, (first, last) in enumerate(spans):
+            if not 0 <= first <= last <= self.numel:
+                raise BadInput(f"no such parameters ({first} to {last}); there are {self.numel}")
+            at = find(table, first)
+            while first < last:
+                r = table[at]
+                stop = min(last, r.stop)
+                part = parts.get(r.start)
+                if part is None:
+                    part = parts[r.start] = _Part(version, r)
+                offset = spans[i][0]
+                part.spans += ((first, stop),)
+                if keys:
+                    part.keys = True
+                    low, high = torch.searchsorted(tensors[1], torch.tensor([first, stop])).tolist()
+                    part.tensors = [tensors[0][low:high], tensors[1][low:high]]
+                elif tensors:
+                    whole = stop - first == tensors[i].numel()
+                    part.tensors.append(tensors[i] if whole else tensors[i][first - offset : stop - offset])
+                if into:
+                    part.into.append(into[i][first - offset : stop - offset])
+                first, at = stop, at + 1
+        return list(parts.values())
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+    def _wait(self, pending: Pending, timeout: float | None) -> None:
+        comm, limit = self.comm, self.timeout if timeout is None else timeout
+        began = sent = comm.now()
+        pause = limit if self._resend is None else min(limit, self._resend)
+        while pending.parts:
+            letter = comm.receive(pause)
+            if letter is not None:
+                self._handle(letter.message, letter.tensors)
+                continue
+            now = comm.now()
+            if now - began >= limit:
+                part = next(iter(pending.parts.values()))
+                what = f"to answer a {pending.kind.__name__} of parameters from {part.start} on"
+                raise WaitedTooLong(f"server {part.server - SERVERS}", now - began, what)
+            if self._resend is not None and now - sent >= self._resend:
+                self._send_again()
+                sent = now
+            pause = limit - (now - began)
+            if self._resend is not None:
+                pause = min(pause, self._resend)
+
+    def _poll(self) -> None:
+        while (letter := self.comm.receive(0.0)) is not None:
+            self._handle(letter.message, letter.tensors)
+
+    def _handle(self, message: Any, tensors: Sequence[Tensor]) -> None:
+        if isinstance(message, View):
+            if message.version > self._view.version:
+                self._adopt(message)
+            return
+        pending = self._unanswered.get(message.seq)
+        part = None if pending is None else pending.parts.get(message.start)
+        if pending is None or part is None or part.view != message.view:
+            return  # answered before, or addressed anew since
+        if isinstance(message, Moved):
+            part.moved = True  # the view that says where to is on its way
+            return
+        if isinstance(message, Refused):
+            pending.refused = message.reason
+        else:
+            assert isinstance(message, Done)
+            for view, tensor in zip(part.into, tensors, strict=bool(part.into)):
+                view.copy_(tensor)
+            if part.into:
+                self._versions[part.start] = message.version
+            pending.answers.append((message, () if part.into else [tensor.clone() for tensor in tensors]))
+        del pending.parts[part.start]
+        if not pending.parts:
+            del self._unanswered[pending.seq]
+
+    def _adopt(self, view: View) -> None:
+        """Send again what went to somebody who does not answer for it any more, in the order it was sent in."""
+        before, self._view = self._view, view
+        known = self._versions
+        self._versions = {
+            r.start: known[parent]
+            for r in view.table
+            if (parent := before.table[find(before.table, r.start)].start) in known
+        }
+        for pending in self._unanswered.values():
+            for part in list(pending.parts.values()):
+                r = view.table[find(view.table, part.start)]
+                if (r.start, r.stop, r.chain[0]) == (part.start, part.stop, part.server) and not part.moved:
+                    continue
+                del pending.parts[part.start]
+                parts = (
+                    self._cut(part.spans, part.tensors, part.into, part.keys)
+                    if part.spans
+                    else [_Part(view.version, r)]
+                )
+                for anew in parts:
+                    anew.version = part.version
+                    pending.parts[anew.start] = anew
+                    self._post(pending, anew)
+
+    def _send_again(self) -> None:
+        for pending in self._unanswered.values():
+            for part in pending.parts.values():
+                self.comm.post(part.server, part.message, part.tensors)
+
+
+class _Part:
+    """What of a request is for one range."""
+
+    __slots__ = ("into", "keys", "message", "moved", "server", "spans", "start", "stop", "tensors", "version", "view")
+
+    def __init__(self, view: int, r: Range) -> None:
+        self.view, self.start, self.stop, self.server = view, r.start, r.stop, r.chain[0]
+        self.spans: tuple[Span, ...] = ()
+        self.tensors: list[Tensor] = []
+        self.into: list[Tensor] = []
+        self.keys = self.moved = False
+        self.version: int | None = None
+        self.message: Request | None = None
+
+
+class Pending:
+    """The handle of a request."""
+
+    __slots__ = ("answers", "client", "clock", "kind", "options", "parts", "refused", "seq")
+
+    def __init__(self, client: Client, seq: int, kind: type[Request], options: dict[str, Any], clock: int) -> None:
+        self.client, self.seq, self.kind, self.options, self.clock = client, seq, kind, options, clock
+        self.parts: dict[int, _Part] = {}  # unanswered, by the start of the range
+        self.answers: list[tuple[Done, Sequence[Tensor]]] = []
+        self.refused: str | None = None
+
+    def done(self) -> bool:
+        if self.parts:
+            self.client._poll()
+        return not self.parts
+
+    def wait(self, timeout: float | None = None) -> Answer:
+        """Raises WaitedTooLong, or RunFailed with the reason if a server refused it."""
+        if self.parts:
+            self.client._wait(self, timeout)
+        if self.refused is not None:
+            raise RunFailed(self.refused)
+        return self._joined()
+
+    def _joined(self) -> Answer:
+        answers = self.answers
+        if not answers:
+            return Answer()
+        if len(answers) > 1:
+            answers.sort(key=lambda answer: answer[0].start)
+        first = answers[0][0]
+        clocks = [done.clock for done, _ in answers]
+        return Answer(
+            version=min(done.version for done, _ in answers),
+            clock=min(clocks),
+            dropped=first.dropped,
+            staleness=first.staleness,
+            lease=first.lease,
+            indices=first.indices,
+            epoch=first.epoch,
+            total=first.total,
+            finished=first.finished,
+            tensors=[tensor for _, tensors in answers for tensor in tensors],
+            ahead=max(clocks),
+        )

@@ -1,0 +1,411 @@
+"""What the head of a chain keeps besides its shard: who waits for what.
+
+    request ── seen before? ── sound? ── marked? ──► read     until consistency lets it pass
+                  │              │         │         push     until the clock's others have come, if they are summed
+                  ▼              ▼         ▼         take     until there are samples, or all have asked
+              answer again    Refused   held until the checkpoint is taken
+
+Nothing of this is replicated: when the head is gone, workers send again what was not answered. Nobody polls: whatever
+could let a request pass looks for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torrential.comm.protocol import Mail
+from torrential.server.chain import Ask, Link
+from torrential.server.consistency import Consistency
+from torrential.server.messages import LIFE_BITS, Add, Call, Done, Mark, Pull, Push, Put, Refused, Request, State, Take
+from torrential.server.shard import Asked, Operation, Outcome, Shard
+from torrential.server.sums import Clock, operands
+
+Snapshot = Callable[[int, State, Sequence[Tensor]], None]
+
+
+class Head:
+    def __init__(self, comm: Mail, link: Link, consistency: Consistency, snapshot: Snapshot | None) -> None:
+        self._comm, self._link, self._consistency, self._snapshot = comm, link, consistency, snapshot
+        self._workers: frozenset[int] = frozenset()  # of the view
+        self._done: dict[int, int] = {}  # completed clocks of the workers that count
+        self._least = 0  # of them
+        self._ahead: set[int] = set()  # workers that will not push for the clock that is open
+        self._open: dict[int, Clock] = {}  # pushes that wait for others of the same clock
+        self._summed = 0  # the operation that the buffer of sums was last used for
+        self._reads: dict[int, dict[tuple[int, int], tuple[Ask, Outcome]]] = {}  # by clocks that must be completed
+        self._takes: dict[int, dict[int, Ask]] = {}  # by clock, or all under 0
+        self._barrier: dict[int, Ask] = {}  # marks of one checkpoint
+        self._expected: set[int] = set()  # to mark it
+        self._held: list[Ask] = []  # of workers that have marked
+        self._kinds: dict[type[Request], Callable[[Ask], None]] = {
+            Put: self._update,
+            Add: self._update,
+            Call: self._update,
+            Push: self._push,
+            Pull: self._pull,
+            Take: self._take,
+            Mark: self._mark,
+        }
+        link.settled, link.progressed = self._settled, self._close
+
+    @property
+    def shard(self) -> Shard:
+        return self._link.shard
+
+    @property
+    def completed(self) -> int:
+        """Clocks that all have completed."""
+        return self.shard.closed if self._consistency.aggregates else self._least
+
+    # -- workers come and go -----------------------------------------------------------------------------------------
+    def adopt(self, workers: Sequence[int], begin: bool = False) -> None:
+        """The workers of a new view. `begin`: all of them start now, together; later ones count when they speak."""
+        shard = self.shard
+        self._workers = frozenset(workers)
+        if begin:
+            self._link.commit(Operation("meet", workers=tuple(sorted(workers)), number=shard.closed))
+        known = shard.clocks.keys() | (shard.dealer.holders() if shard.dealer is not None else set())
+        self._forget(known - self._workers)
+        self._done = {worker: max(clock.least(), self._done.get(worker, 0)) for worker, clock in shard.clocks.items()}
+        self._least = min(self._done.values(), default=self._least)
+        self._ahead = {worker for worker, done in self._done.items() if done > shard.closed}
+        self._look()
+
+    def _forget(self, gone: Collection[int]) -> None:
+        """Workers that are gone, or whose place another has taken."""
+        if gone:
+            self._link.commit(Operation("forget", workers=tuple(sorted(gone))))
+        for clock in self._open.values():
+            clock.forget(gone)
+        tables: list[dict[int, Any]] = [*self._takes.values(), self._barrier, self._done]
+        for table in tables:
+            for worker in gone:
+                table.pop(worker, None)
+        self._expected.difference_update(gone)
+        self._ahead.difference_update(gone)
+        self._held = [ask for ask in self._held if ask.worker not in gone]
+
+    def _look(self) -> None:
+        """Whether anything can go on."""
+        self._close()
+        self._release()
+        self._deal()
+        self._finish_barrier()
+
+    def _meet(self, worker: int) -> None:
+        self._link.commit(Operation("meet", workers=(worker,), number=self.completed))
+        self._done[worker] = self.completed
+        self._least = min(self._done.values())
+
+    def _reached(self, worker: int, clock: int) -> None:
+        """A worker has completed that many clocks."""
+        before = self._done.get(worker)
+        if before is None or before >= clock:
+            return
+        self._done[worker] = clock
+        if self._consistency.aggregates:
+            if clock > self.shard.closed:
+                self._ahead.add(worker)
+                self._close()
+        elif before == self._least:
+            self._least = min(self._done.values())
+            if self._least > before:
+                self._release()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+    def handle(self, ask: Ask) -> None:
+        worker, request, _ = ask
+        shard = self.shard
+        floor = shard.floors.get(worker, 0)
+        if request.seq < floor:
+            return  # a late copy of something that was answered
+        result = shard.answered(worker, request.seq)
+        if result is not None:
+            self._link.settle(ask, result)
+            return
+        reason = objection(shard, ask)
+        if reason is not None:
+            self._comm.post(
+                worker,
+                Refused(seq=request.seq, start=request.start, view=request.view, reason=f"worker {worker} {reason}"),
+            )
+            return
+        kind = type(request)
+        if worker in self._workers:
+            if worker in self._barrier and kind is not Pull:
+                if request.seq != self._barrier[worker].request.seq:
+                    self._held.append(ask)
+                return
+            if floor and request.seq >> LIFE_BITS > floor >> LIFE_BITS:
+                self._forget({worker})  # it has died and come back
+            if worker not in shard.clocks:
+                self._meet(worker)
+            if request.clock > self._done[worker]:
+                self._reached(worker, request.clock)
+        elif kind in (Push, Take, Mark):
+            return  # a letter of the dead
+        self._kinds[kind](ask)
+
+    def _update(self, ask: Ask) -> None:
+        request: Any = ask.request
+        kind = type(request).__name__.lower()
+        options = {"name": request.name, "options": request.options} if kind == "call" else {}
+        keys = getattr(request, "keys", False)
+        operation = Operation(kind, (asked(ask),), request.spans, keys=keys, **options)
+        self._link.commit(operation, ask.tensors, (ask,))
+
+    def _settled(self, ask: Ask, outcome: Outcome, tensors: Sequence[Tensor]) -> None:
+        """What the request came to is on all replicas."""
+        request = ask.request
+        if isinstance(request, Push) and request.pull:
+            self._read(ask, request.clock + 1, outcome)
+        elif isinstance(request, Pull):
+            self._answer(ask, outcome, self._values(ask))
+        else:
+            self._answer(ask, outcome, tensors)
+
+    def _answer(self, ask: Ask, outcome: Outcome, tensors: Sequence[Tensor] = ()) -> None:
+        request = ask.request
+        done = Done(
+            seq=request.seq,
+            start=request.start,
+            view=request.view,
+            version=outcome.version,
+            clock=self.completed,
+            dropped=outcome.dropped,
+            staleness=outcome.staleness,
+            lease=outcome.lease,
+            indices=outcome.indices,
+            epoch=outcome.epoch,
+            total=outcome.total,
+            finished=outcome.finished,
+        )
+        self._comm.post(ask.worker, done, tensors)
+
+    # -- reads -------------------------------------------------------------------------------------------------------
+    def _pull(self, ask: Ask) -> None:
+        if self._passes(ask, ask.request.clock, Outcome()):
+            self._link.settle(ask, (Outcome(self.shard.version), ()))
+
+    def _read(self, ask: Ask, clock: int, outcome: Outcome) -> None:
+        """After a push that is settled."""
+        if self._passes(ask, clock, outcome):
+            read = Outcome(self.shard.version, outcome.dropped, staleness=outcome.staleness)
+            self._answer(ask, read, self._values(ask))
+
+    def _passes(self, ask: Ask, clock: int, outcome: Outcome) -> bool:
+        needed = self._consistency.needs(clock)
+        if self.completed >= needed or ask.worker not in self._workers:
+            return True
+        self._reads.setdefault(needed, {})[(ask.worker, ask.request.seq)] = ask, outcome
+        return False
+
+    def _values(self, ask: Ask) -> list[Tensor]:
+        return [self.shard.store.parameters[first:last] for first, last in ask.request.spans]
+
+    def _release(self) -> None:
+        """Reads that may pass by now."""
+        if self._reads:
+            completed = self.completed
+            for needed in sorted(n for n in self._reads if n <= completed):
+                for ask, outcome in self._reads.pop(needed).values():
+                    if isinstance(ask.request, Push):
+                        self._read(ask, ask.request.clock + 1, outcome)
+                    else:
+                        self._pull(ask)
+
+    # -- pushes ------------------------------------------------------------------------------------------------------
+    def _push(self, ask: Ask) -> None:
+        request = ask.request
+        assert isinstance(request, Push)
+        if self._consistency.aggregates:
+            if request.clock < self.shard.closed:
+                self._drop(ask)
+            else:
+                opened = self._open.get(request.clock)
+                if opened is None:
+                    opened = self._open[request.clock] = Clock(self.shard.start, self.shard.stop)
+                opened.add(ask)
+                self._close()
+            return
+        operation = Operation(
+            "push", (asked(ask),), request.spans, request.lr, request.scale, request.used, keys=request.keys
+        )
+        self._link.commit(operation, ask.tensors, (ask,))
+        self._reached(ask.worker, self.shard.clocks[ask.worker].least())
+        if self._takes:
+            self._deal()
+
+    def _drop(self, ask: Ask) -> None:
+        self._link.commit(Operation("drop", (asked(ask),)), (), (ask,))
+        self._reached(ask.worker, ask.request.clock + 1)
+        self._deal()
+
+    def _close(self) -> None:
+        """The open clock, if nobody more is waited for; and the one after it."""
+        shard, before = self.shard, self.shard.closed
+        while self._complete() and self._link.stable >= self._summed:  # the sum may still be on its way to replicas
+            clock = shard.closed
+            opened = self._open.pop(clock, None) or Clock(shard.start, shard.stop)
+            asks = opened.chosen(self._consistency.first)
+            operation, tensors, summed = operands(shard, clock, asks)
+            if summed:
+                self._summed = shard.number + 1
+            self._link.commit(operation, tensors, asks)
+            for worker in {ask.worker for ask in asks}:
+                self._done[worker] = max(self._done.get(worker, 0), clock + 1)
+            self._ahead = {worker for worker in self._ahead if self._done.get(worker, 0) > shard.closed}
+            for ask in opened.others(asks):
+                self._drop(ask)
+        if shard.closed > before:
+            self._release()
+            self._deal()
+
+    def _complete(self) -> bool:
+        opened = self._open.get(self.shard.closed)
+        arrived = len(opened.complete) if opened is not None else 0
+        first = self._consistency.first
+        if first is not None:
+            abstained = len(opened.abstained) if opened is not None else 0
+            willing = len(self._done) - len(self._ahead) - abstained
+            return arrived > 0 and arrived - abstained >= min(first, willing)
+        if arrived + len(self._ahead) < len(self._done) or not self._done:
+            return False
+        there = self._ahead.union(opened.complete if opened is not None else ())
+        return there.issuperset(self._done)
+
+    # -- samples -----------------------------------------------------------------------------------------------------
+    def _take(self, ask: Ask) -> None:
+        dealer = self.shard.dealer
+        assert dealer is not None  # else it was refused
+        if dealer.together and ask.request.clock < dealer.dealt:
+            self._link.settle(ask, (Outcome(self.shard.version), ()))  # its others have been dealt to: it gets nothing
+            return
+        self._takes.setdefault(ask.request.clock if dealer.together else 0, {})[ask.worker] = ask
+        self._deal()
+
+    def _deal(self) -> None:
+        dealer = self.shard.dealer
+        if dealer is None:
+            return
+        for clock in sorted(self._takes):
+            takes = self._takes[clock]
+            if dealer.together:
+                missing = (w for w, done in self._done.items() if w not in takes and done <= clock)
+                if takes and next(missing, None) is None:
+                    asks = [takes[worker] for worker in sorted(takes)]
+                    takes.clear()
+                    self._hand_out(asks) if dealer.ready() else self._finish(asks)
+            elif dealer.finished():
+                asks = list(takes.values())
+                takes.clear()
+                self._finish(asks)
+            elif self._consistency.staleness is not None and not dealer.ready():
+                asks = list(takes.values())  # others hold the last samples, and must not wait for these: no samples
+                takes.clear()  # this time, so that they go on to the next clock
+                for ask in asks:
+                    self._link.settle(ask, (Outcome(self.shard.version), ()))
+            else:
+                for worker, ask in list(takes.items()):
+                    if dealer.ready() and ask.request.after <= self.shard.version:  # type: ignore[attr-defined]
+                        self._hand_out([takes.pop(worker)])
+            if not takes:
+                del self._takes[clock]
+
+    def _hand_out(self, asks: list[Ask]) -> None:
+        request = asks[0].request
+        assert isinstance(request, Take)
+        self._link.commit(Operation("take", tuple(asked(ask) for ask in asks), number=request.count), (), asks)
+
+    def _finish(self, asks: list[Ask]) -> None:
+        for ask in asks:
+            self._link.settle(ask, (Outcome(self.shard.version, finished=True), ()))
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+    def _mark(self, ask: Ask) -> None:
+        request = ask.request
+        assert isinstance(request, Mark)
+        if request.number <= self.shard.marked:
+            self._link.settle(ask, (Outcome(self.shard.version), ()))
+            return
+        if not self._barrier:
+            self._expected = set(self._done)
+        self._barrier[ask.worker] = ask
+        self._finish_barrier()
+
+    def _finish_barrier(self) -> None:
+        if not self._barrier or not self._barrier.keys() >= self._expected:
+            return
+        asks = [self._barrier[worker] for worker in sorted(self._barrier)]
+        number = max(ask.request.number for ask in asks)  # type: ignore[attr-defined]
+        if self._snapshot is not None:
+            self._snapshot(number, *self.shard.state(self._link.view))
+        self._link.commit(Operation("mark", tuple(asked(ask) for ask in asks), number=number), (), asks)
+        held, self._held, self._barrier = self._held, [], {}
+        for ask in held:
+            self.handle(ask)
+
+
+def asked(ask: Ask) -> Asked:
+    request = ask.request
+    if isinstance(request, Push):
+        return Asked(ask.worker, request.seq, request.floor, request.clock, request.version, request.lease)
+    return Asked(ask.worker, request.seq, request.floor, request.clock)
+
+
+def objection(shard: Shard, ask: Ask) -> str | None:
+    """What is wrong with a request, in words that go on from "worker 3"."""
+    _, request, tensors = ask
+    kind = type(request)
+    verb = kind.__name__.lower()
+    for first, last in request.spans:
+        if not shard.start <= first <= last <= shard.stop:
+            return f"asked to {verb} parameters {first} to {last}, outside of {shard.start} to {shard.stop}"
+    if kind is Take and (shard.dealer is None or request.count < 1):  # type: ignore[attr-defined]
+        return "asked for samples where there are none"
+    if isinstance(request, Call) and request.name not in shard.handlers:
+        return f"called {request.name!r}, which no handler is registered for"
+    if kind not in (Push, Put, Add):
+        return None
+    if kind is Push and not math.isfinite(request.lr * request.scale):  # type: ignore[attr-defined]
+        return "pushed with a learning rate or scale that is not finite"
+    values = list(tensors)
+    if kind is not Put and request.keys:  # type: ignore[attr-defined]
+        wrong = _wrong_keys(shard, tensors)
+        if wrong is not None:
+            return wrong
+        values = [tensors[0]]
+    elif tensors or kind is not Push:  # a push of nothing completes its clock
+        sizes = [last - first for first, last in request.spans]
+        found = [tuple(t.shape) for t in tensors]
+        if found != [(size,) for size in sizes]:
+            return f"sent shapes {found} to {verb}, where {sizes} elements belong"
+    for tensor in values:
+        if tensor.dtype != shard.store.dtype:
+            return f"sent {tensor.dtype} to {verb}, where {shard.store.dtype} belongs"
+        if not finite(tensor):
+            return f"sent NaN or infinite values to {verb} at clock {request.clock}; nothing was changed"
+    return None
+
+
+def _wrong_keys(shard: Shard, tensors: Sequence[Tensor]) -> str | None:
+    if len(tensors) != 2 or tensors[1].dtype != torch.int64 or tensors[0].shape != tensors[1].shape:
+        return "sent values and keys that do not fit one another"
+    keys = tensors[1]
+    if keys.dim() != 1 or (keys.numel() and not shard.start <= int(keys.min()) <= int(keys.max()) < shard.stop):
+        return f"sent keys outside of {shard.start} to {shard.stop}"
+    return None
+
+
+def finite(tensor: Tensor) -> bool:
+    """One pass that allocates nothing; only where the sum is not finite is it looked at element by element."""
+    if not tensor.is_floating_point():
+        return True
+    if math.isfinite(float(tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else tensor.dtype))):
+        return True
+    return bool(torch.isfinite(tensor).all())

@@ -1,0 +1,154 @@
+"""What workers and servers say to each other. Tensors travel beside the message; see comm/protocol.py.
+
+A request is for one range, which its `start` names; one that spans several goes to each of them under the same `seq`.
+A worker never uses a number for another request, so that one sent again after a server's death is known for what it
+is; `floor` tells servers what they may forget. `clock` counts a worker's own iterations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+Span = tuple[int, int]  # [start, stop) of the key space
+LIFE_BITS = 32  # of a request's number; the bits above say in which life of its worker it was made
+
+
+class Range(msgspec.Struct, frozen=True, array_like=True):
+    start: int
+    stop: int
+    chain: tuple[int, ...]  # addresses of servers: the head, then its replicas
+    heir: int | None = None  # the member that is to be the head as soon as it is filled (server/ring.py)
+
+
+class View(msgspec.Struct, frozen=True, tag=True):
+    """Who is there, and who answers for what. A higher version replaces a lower one."""
+
+    version: int
+    workers: tuple[int, ...]  # ranks that take part
+    table: tuple[Range, ...]  # covers the key space in order, without gaps
+
+    def servers(self) -> tuple[int, ...]:
+        return tuple(sorted({address for r in self.table for address in r.chain}))
+
+
+# -- requests of workers ------------------------------------------------------------------------------------------
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    seq: int
+    clock: int
+    view: int  # the version it was addressed by
+    spans: tuple[Span, ...] = ()  # in the order of the tensors
+    start: int = 0  # of the range it is for
+    floor: int = 0  # every request of this worker below this number has been answered
+
+
+class Put(Request, frozen=True, kw_only=True):
+    """Set values; tensors: one per span."""
+
+
+class Add(Request, frozen=True, kw_only=True):
+    """Add to values; tensors: one per span, or, with `keys`, one of values and one of int64 keys inside the spans."""
+
+    keys: bool = False
+
+
+class Push(Request, frozen=True, kw_only=True):
+    """Gradients for the server's optimizer; tensors as for Add. With `pull` the answer carries the parameters."""
+
+    lr: float
+    scale: float = 1.0  # of the gradient
+    used: tuple[int, ...] | None = None  # entries of the layout that backward reached; None: all
+    version: int = 0  # of the parameters it was computed on, for staleness
+    lease: int = 0  # the batch it was computed on; 0: none
+    keys: bool = False
+    pull: bool = False
+
+
+class Pull(Request, frozen=True, kw_only=True):
+    """Parameters, as soon as consistency lets a worker at this clock read them."""
+
+
+class Take(Request, frozen=True, kw_only=True):
+    """The next samples to train on."""
+
+    count: int
+    after: int = 0  # updates that must have been applied before
+
+
+class Mark(Request, frozen=True, kw_only=True):
+    """All this worker has sent before belongs to checkpoint `number`, and nothing after."""
+
+    number: int
+
+
+class Call(Request, frozen=True, kw_only=True):
+    """Run a registered handler on the spans."""
+
+    name: str
+    options: dict[str, Any] = {}
+
+
+# -- answers ------------------------------------------------------------------------------------------------------
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    seq: int
+    start: int = 0  # as in the request, so is `view`
+    view: int = 0
+    version: int = 0  # updates applied to these spans so far; of the parameters, where tensors are parameters
+    clock: int = 0  # completed by all workers
+    dropped: bool = False  # a gradient that came too late
+    staleness: int = 0  # of a gradient: updates between the read and the push
+    lease: int = 0
+    indices: Span = (0, 0)  # of the epoch's order
+    epoch: int = 0
+    total: int = 0  # samples that all workers together were given at this clock
+    finished: bool = False  # nothing is left to take
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    seq: int
+    reason: str
+    start: int = 0
+    view: int = 0
+
+
+class Moved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Somebody else answers for these spans by now, as a newer view says."""
+
+    seq: int
+    start: int = 0
+    view: int = 0
+
+
+# -- between servers ----------------------------------------------------------------------------------------------
+class Replicate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An operation, for the next in the chain; tensors are its operands."""
+
+    start: int  # of the range
+    number: int  # of the operation on that range
+    operation: bytes  # encoded by server/shard.py
+    view: int
+    stop: int = 0  # of the range, as the sender sees it
+
+
+class Replicated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It is on this server and on all after it. With `empty`: nothing I have can be gone on from; send me State."""
+
+    start: int
+    number: int
+    view: int = 0
+    empty: bool = False
+
+
+class State(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Everything about a span, for a server that is to hold it; tensors: parameters, then optimizer states by name."""
+
+    start: int
+    stop: int
+    number: int  # operations applied so far
+    names: tuple[str, ...]
+    rest: bytes  # clocks, sequence numbers, dealer: encoded by server/shard.py
+    view: int
+
+
+Message = View | Put | Add | Push | Pull | Take | Mark | Call | Done | Refused | Moved | Replicate | Replicated | State

@@ -1,0 +1,215 @@
+"""torch.optim on a range of a flat vector: parameters and per-element state are views of full-length buffers.
+
+    parameters  |....|aaaa|bb|cccccc|....|      one piece per tensor of the model that meets the range
+    exp_avg     |....|aaaa|bb|cccccc|....|      the same pieces of each state
+    step             t    t  t                  state without elements: one number for each piece
+
+Only the pages of ranges that a server holds are ever touched, so the rest of a buffer costs nothing, and nothing has to
+be copied when a range is cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torrential.comm.protocol import Mail
+from torrential.errors import BadInput
+from torrential.params.home import state_keys
+from torrential.params.layout import Layout, Piece
+from torrential.server.messages import Span
+from torrential.task import OptimizerSpec
+
+Scalars = dict[int, dict[str, float]]  # by entry, by name
+
+
+class Store:
+    """A server's memory: full-length registered buffers."""
+
+    def __init__(self, comm: Mail, layout: Layout, spec: OptimizerSpec) -> None:
+        if len(layout.sizes) != 1:
+            kinds = ", ".join(str(d).removeprefix("torch.") for d in layout.sizes) or "none"
+            raise BadInput(
+                f"a parameter server holds parameters of one dtype (the model's: {kinds}); convert the model"
+            )
+        ((self.dtype, self.numel),) = layout.sizes.items()
+        self.layout, self.spec, self._comm = layout, spec, comm
+        self.initial, self.counted = _probe(spec, self.dtype)
+        self.parameters = self._buffer("parameters")
+        self.states = {name: self._buffer(f"states/{name}") for name in self.initial}
+        self._sum: Tensor | None = None
+
+    @property
+    def sum(self) -> Tensor:
+        """Where gradients of several workers are added up."""
+        if self._sum is None:
+            self._sum = self._buffer("gradients")
+        return self._sum
+
+    def _buffer(self, name: str) -> Tensor:
+        return self._comm.buffer(f"server/{name}", self.numel, self.dtype)
+
+    def tensors(self, start: int, stop: int) -> list[Tensor]:
+        """Parameters, then states by name."""
+        return [self.parameters[start:stop], *(vector[start:stop] for vector in self.states.values())]
+
+    def clear(self, start: int, stop: int) -> None:
+        self.parameters[start:stop].zero_()
+        for name, value in self.initial.items():
+            self.states[name][start:stop].fill_(value)
+
+
+def bounds(layout: Layout, spec: OptimizerSpec) -> list[int] | None:
+    """The only keys at which the vector may be cut for this optimizer; None: anywhere."""
+    (dtype,) = layout.sizes
+    return None if state_keys(spec, dtype) is not None else [entry.start for entry in layout.entries]
+
+
+def _probe(spec: OptimizerSpec, dtype: torch.dtype) -> tuple[dict[str, float], bool]:
+    """The optimizer's per-element state with its initial values, and whether it counts steps. Found out by trying."""
+    if not dtype.is_floating_point:
+        return {}, False  # a store of whole numbers; nothing goes through the optimizer
+    try:
+        probe = torch.zeros(2, dtype=dtype)
+        optimizer = spec.build([probe])
+        initial = {k: float(v.flatten()[0]) for k, v in optimizer.state[probe].items() if torch.is_tensor(v)}
+        probe.grad = torch.zeros(2, dtype=dtype)
+        optimizer.step()
+    except Exception as error:
+        raise BadInput(f"{spec.kind.__name__} cannot be run on a parameter server: {error}; use another") from error
+    state = optimizer.state[probe]
+    odd = [k for k, v in state.items() if not torch.is_tensor(v) or v.numel() not in (1, 2)]
+    if odd or spec.options.get("dampening"):
+        why = f"its state {odd[0]!r} is of another shape" if odd else "with dampening the first step is another"
+        raise BadInput(f"{spec.kind.__name__} cannot be run on a parameter server: {why}; use another")
+    return {k: initial.get(k, 0.0) for k, v in state.items() if v.numel() == 2}, "step" in state
+
+
+@functools.cache
+def _bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """`step` without torch's hooks and marks for its profiler, which cost more than a small step itself."""
+    step = kind.step
+    return inspect.unwrap(step) if kind.__module__.startswith(("torch.", "torrential.")) else step
+
+
+class RangeOptimizer:
+    """The optimizer of [start, stop). Gradients are scaled by the caller."""
+
+    def __init__(self, store: Store, start: int, stop: int, scalars: Mapping[int, Mapping[str, float]]) -> None:
+        self._store, self._start, self._stop = store, start, stop
+        self._pieces: list[Piece] = []
+        self._sizes: list[int] = []  # of gaps and pieces in turn
+        at = start
+        for entry in store.layout.entries if store.dtype.is_floating_point else ():
+            first, last = max(entry.start, start), min(entry.stop, stop)
+            if first < last:
+                self._pieces.append(Piece(entry, first, last))
+                self._sizes += [first - at, last - first]
+                at = last
+        self._sizes.append(stop - at)
+        self._parameters = [store.parameters[p.start : p.stop] for p in self._pieces]
+        self._states = [{name: vector[p.start : p.stop] for name, vector in store.states.items()} for p in self._pieces]
+        for piece, state in zip(self._pieces, self._states, strict=True):
+            values = scalars.get(piece.entry.index, {"step": 0.0} if store.counted else {})
+            for name, value in values.items():
+                state[name] = torch.tensor(value, dtype=torch.float32 if name == "step" else torch.float64)
+        self._optimizer = (
+            self._build(range(len(self._pieces)), self._parameters, self._states) if self._pieces else None
+        )
+
+    def _build(
+        self, numbers: Sequence[int], parameters: list[Tensor], states: list[dict[str, Tensor]]
+    ) -> torch.optim.Optimizer:
+        names = [self._pieces[i].entry.name for i in numbers]
+        optimizer = self._store.spec.build(parameters, names=names)
+        for parameter, state in zip(parameters, states, strict=True):
+            optimizer.state[parameter] = state
+        return optimizer
+
+    def scalars(self) -> Scalars:
+        names = self._store.states.keys()
+        return {
+            piece.entry.index: {name: float(value) for name, value in state.items() if name not in names}
+            for piece, state in zip(self._pieces, self._states, strict=True)
+        }
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+    def step(self, gradient: Tensor, lr: float, used: Sequence[int] | None = None) -> None:
+        """`gradient` is of the whole range."""
+        alone = len(self._sizes) == 3 and self._sizes[1] == gradient.numel()
+        grads = (gradient,) if alone else torch.split_with_sizes(gradient, self._sizes)[1::2]
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            parameter.grad = grad
+        if used is not None:
+            for piece, parameter in zip(self._pieces, self._parameters, strict=True):
+                if piece.entry.index not in used:
+                    parameter.grad = None
+        self._run(self._optimizer, self._parameters, lr)
+
+    def step_spans(
+        self, spans: Sequence[Span], gradients: Sequence[Tensor], lr: float, used: Sequence[int] | None = None
+    ) -> None:
+        if len(spans) == 1 and spans[0] == (self._start, self._stop):
+            return self.step(gradients[0], lr, used)
+        partly: list[tuple[int, Any, Tensor]] = []
+        for (first, last), gradient in zip(spans, gradients, strict=True):
+            for i, piece in enumerate(self._pieces):
+                low, high = max(first, piece.start), min(last, piece.stop)
+                if low >= high or (used is not None and piece.entry.index not in used):
+                    continue
+                if (low, high) == (piece.start, piece.stop):
+                    self._parameters[i].grad = gradient[low - first : high - first]
+                else:
+                    partly.append(
+                        (i, slice(low - piece.start, high - piece.start), gradient[low - first : high - first])
+                    )
+        self._run(self._optimizer, self._parameters, lr)
+        self._step_beside(partly, lr)
+
+    def step_keys(self, keys: Tensor, values: Tensor, lr: float) -> None:
+        """Only these keys' parameters and states are looked at; `keys` are ascending, and each occurs once."""
+        edges = torch.tensor([edge for piece in self._pieces for edge in (piece.start, piece.stop)], dtype=torch.int64)
+        at = torch.searchsorted(keys, edges).tolist()
+        found: list[tuple[int, Any, Tensor]] = []
+        for i, piece in enumerate(self._pieces):
+            low, high = at[2 * i], at[2 * i + 1]
+            if low < high:
+                found.append((i, keys[low:high] - piece.start, values[low:high]))
+        self._step_beside(found, lr)
+
+    def _step_beside(self, parts: Sequence[tuple[int, Any, Tensor]], lr: float) -> None:
+        """With an optimizer made for the occasion, on some elements of each piece."""
+        if not parts:
+            return
+        parameters = [self._parameters[i][where] for i, where, _ in parts]
+        vectors = self._store.states.keys()
+        states = [
+            {name: value[where] if name in vectors else value for name, value in self._states[i].items()}
+            for i, where, _ in parts
+        ]
+        for parameter, (_, _, gradient) in zip(parameters, parts, strict=True):
+            parameter.grad = gradient
+        self._run(self._build([i for i, _, _ in parts], parameters, states), parameters, lr)
+        for (i, where, _), parameter, state in zip(parts, parameters, states, strict=True):
+            if isinstance(where, Tensor):  # a copy was stepped
+                self._parameters[i].index_copy_(0, where, parameter)
+            for name, value in state.items():
+                if name not in vectors:
+                    self._states[i][name] = value
+                elif isinstance(where, Tensor):
+                    self._states[i][name].index_copy_(0, where, value)
+
+    def _run(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[Tensor], lr: float) -> None:
+        if optimizer is None:
+            return
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        with torch.no_grad():
+            _bare_step(type(optimizer))(optimizer)  # type: ignore[arg-type]
+        for parameter in parameters:
+            parameter.grad = None

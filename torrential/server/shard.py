@@ -1,0 +1,327 @@
+"""What a server knows of one range, as a state machine: operations in, the same state on every replica out.
+
+    Operation ──► apply ──► parameters, optimizer state     (in place, in full-length buffers)
+                        └─► who has been answered what, clocks, dealer, counts
+
+An operation, and the record of whose request it carries out, are one step: a request that is sent again, here or to a
+replica, is recognised by its number and not carried out twice. Answers are kept until the worker says (`floor`) that it
+has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from torrential.server.clocks import RangeClock
+from torrential.server.dealer import Dealer
+from torrential.server.messages import Span, State
+from torrential.server.optimizer import RangeOptimizer, Scalars, Store
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's request that an operation carries out."""
+
+    worker: int
+    seq: int
+    floor: int
+    clock: int
+    version: int = 0  # of the parameters that its gradient was computed on
+    lease: int = 0
+
+
+class Operation(msgspec.Struct, frozen=True, array_like=True):
+    kind: str  # the method of Shard, less its underscore
+    asked: tuple[Asked, ...] = ()
+    spans: tuple[Span, ...] = ()
+    lr: float = 0.0
+    scale: float = 1.0
+    used: tuple[int, ...] | None = None
+    keys: bool = False
+    number: int = 0  # meet, step: the clock; take: samples for each; mark: the checkpoint
+    workers: tuple[int, ...] = ()
+    name: str = ""
+    options: dict[str, Any] = {}
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """What a request came to; see messages.Done."""
+
+    version: int = 0
+    dropped: bool = False
+    lease: int = 0
+    indices: Span = (0, 0)
+    epoch: int = 0
+    total: int = 0
+    finished: bool = False
+    staleness: int = 0
+
+
+class Packed(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that a handler returned."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+Result = tuple[Outcome, Sequence[Tensor]]
+Handler = Callable[["Shard", Mapping[str, Any], Sequence[Tensor]], Sequence[Tensor]]
+
+
+class Rest(msgspec.Struct):
+    """A shard without its vectors."""
+
+    version: int
+    closed: int
+    marked: int
+    dropped: int
+    staleness: dict[int, int]
+    clocks: dict[int, list[tuple[int, int, int]]]
+    floors: dict[int, int]
+    answers: dict[int, dict[int, tuple[Outcome, list[Packed]]]]
+    scalars: Scalars
+    dealer: Dealer | None
+
+
+@dataclass(frozen=True)
+class Initial:
+    """What a run begins with: full-length vectors."""
+
+    parameters: Tensor
+    states: Mapping[str, Tensor] = field(default_factory=dict)  # those that are missing begin as they do in torch
+    scalars: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # by entry: step counts and the like
+    version: int = 0
+    clock: int = 0  # the workers' first
+    dealer: Dealer | None = None
+
+
+class Shard:
+    def __init__(self, store: Store, start: int, stop: int, handlers: Mapping[str, Handler], rest: Rest) -> None:
+        self.store, self.start, self.stop, self.handlers = store, start, stop, handlers
+        self.number = 0  # operations applied
+        self.version, self.closed, self.marked, self.dropped = rest.version, rest.closed, rest.marked, rest.dropped
+        self.staleness = rest.staleness  # updates between the read and the push: how often
+        self.clocks = {worker: _clock(start, stop, pieces) for worker, pieces in rest.clocks.items()}
+        self.floors = rest.floors
+        self.answers: dict[int, dict[int, Result]] = {
+            worker: {seq: (outcome, [_unpack(p) for p in packed]) for seq, (outcome, packed) in answers.items()}
+            for worker, answers in rest.answers.items()
+        }
+        self.dealer = rest.dealer
+        self.parameters = store.parameters[start:stop]
+        self.states = {name: vector[start:stop] for name, vector in store.states.items()}
+        self.optimizer = RangeOptimizer(store, start, stop, rest.scalars)
+
+    @classmethod
+    def fresh(cls, store: Store, start: int, stop: int, handlers: Mapping[str, Handler], initial: Initial) -> Shard:
+        store.clear(start, stop)
+        store.parameters[start:stop].copy_(initial.parameters[start:stop])
+        for name, vector in initial.states.items():
+            store.states[name][start:stop].copy_(vector[start:stop])
+        dealer = msgspec.convert(msgspec.to_builtins(initial.dealer), Dealer) if initial.dealer and not start else None
+        if dealer is not None:
+            dealer.forget(dealer.holders())
+        scalars = {entry: dict(values) for entry, values in initial.scalars.items()}
+        rest = Rest(initial.version, initial.clock, 0, 0, {}, {}, {}, {}, scalars, dealer)
+        return cls(store, start, stop, handlers, rest)
+
+    # -- a copy for another server, or a piece of it -----------------------------------------------------------------
+    def state(self, view: int) -> tuple[State, list[Tensor]]:
+        names = tuple(self.states)
+        rest = msgspec.msgpack.encode(self._rest())
+        message = State(start=self.start, stop=self.stop, number=self.number, names=names, rest=rest, view=view)
+        return message, [tensor.clone() for tensor in self.store.tensors(self.start, self.stop)]
+
+    @classmethod
+    def restored(cls, store: Store, handlers: Mapping[str, Handler], state: State, tensors: Sequence[Tensor]) -> Shard:
+        assert state.names == tuple(store.states), (state.names, tuple(store.states))
+        for mine, theirs in zip(store.tensors(state.start, state.stop), tensors, strict=True):
+            mine.copy_(theirs)
+        rest = msgspec.msgpack.decode(state.rest, type=Rest)
+        shard = cls(store, state.start, state.stop, handlers, rest)
+        shard.number = state.number
+        return shard
+
+    def part(self, start: int, stop: int) -> Shard:
+        """The same, of fewer keys. The vectors stay where they are; what is counted stays with the first piece."""
+        rest = msgspec.msgpack.decode(msgspec.msgpack.encode(self._rest()), type=Rest)
+        if start != self.start:
+            rest.dealer, rest.staleness, rest.dropped = None, {}, 0
+        piece = Shard(self.store, start, stop, self.handlers, rest)
+        piece.number = self.number
+        return piece
+
+    def _rest(self) -> Rest:
+        return Rest(
+            self.version,
+            self.closed,
+            self.marked,
+            self.dropped,
+            self.staleness,
+            {worker: clock.pieces() for worker, clock in self.clocks.items()},
+            self.floors,
+            {
+                worker: {seq: (outcome, [_pack(t) for t in tensors]) for seq, (outcome, tensors) in answers.items()}
+                for worker, answers in self.answers.items()
+            },
+            self.optimizer.scalars(),
+            self.dealer,
+        )
+
+    # -- operations --------------------------------------------------------------------------------------------------
+    def apply(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+        """One result for each request it carries out."""
+        self.number += 1
+        method: Callable[[Operation, Sequence[Tensor]], list[Result]] = getattr(self, f"_{operation.kind}")
+        return method(operation, tensors)
+
+    def answered(self, worker: int, seq: int) -> Result | None:
+        answers = self.answers.get(worker)
+        return None if answers is None else answers.get(seq)
+
+    def _record(self, asked: Asked, outcome: Outcome, tensors: Sequence[Tensor] = ()) -> Result:
+        answers = self.answers.setdefault(asked.worker, {})
+        if asked.floor > self.floors.get(asked.worker, 0):
+            self.floors[asked.worker] = asked.floor
+            for seq in [seq for seq in answers if seq < asked.floor]:
+                del answers[seq]
+        result = answers[asked.seq] = outcome, tensors
+        return result
+
+    def _put(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+        for (first, last), tensor in zip(operation.spans, tensors, strict=True):
+            self.store.parameters[first:last].copy_(tensor)
+        return self._updated(operation)
+
+    def _add(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+        if operation.keys:
+            values, keys = tensors
+            self.parameters.index_add_(0, keys - self.start if self.start else keys, values)
+        else:
+            for (first, last), tensor in zip(operation.spans, tensors, strict=True):
+                self.store.parameters[first:last].add_(tensor)
+        return self._updated(operation)
+
+    def _call(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+        found = [t.clone() for t in self.handlers[operation.name](self, operation.options, tensors)]
+        return self._updated(operation, found)
+
+    def _updated(self, operation: Operation, tensors: Sequence[Tensor] = ()) -> list[Result]:
+        self.version += 1
+        return [self._record(asked, Outcome(self.version), tensors) for asked in operation.asked]
+
+    def _push(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+        """One worker's gradient, as it comes."""
+        (asked,) = operation.asked
+        clock = self.clocks.get(asked.worker)
+        if clock is not None:
+            for first, last in operation.spans:
+                clock.set(first, last, asked.clock + 1)
+        return self._optimized(operation, tensors)
+
+    def _step(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+        """The sum of a clock's gradients."""
+        self.closed = operation.number + 1
+        for asked in operation.asked:
+            if asked.worker in self.clocks:
+                self.clocks[asked.worker].set(self.start, self.stop, self.closed)
+        return self._optimized(operation, tensors)
+
+    def _optimized(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+        before = self.version
+        if tensors:
+            for asked in operation.asked:
+                late = before - asked.version
+                self.staleness[late] = self.staleness.get(late, 0) + 1
+            gradients = tensors
+            if operation.scale != 1.0:
+                gradients = (
+                    [tensors[0] * operation.scale, *tensors[1:]]
+                    if operation.keys
+                    else [t * operation.scale for t in tensors]
+                )
+            if operation.keys:
+                keys, values = coalesced(gradients[1], gradients[0])
+                self.optimizer.step_keys(keys, values, operation.lr)
+            else:
+                self.optimizer.step_spans(operation.spans, gradients, operation.lr, operation.used)
+            self.version += 1
+        if self.dealer is not None:
+            for asked in operation.asked:
+                self.dealer.complete(asked.lease)
+        return [
+            self._record(asked, Outcome(self.version, staleness=before - asked.version)) for asked in operation.asked
+        ]
+
+    def _drop(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+        """A gradient that came too late."""
+        (asked,) = operation.asked
+        self.dropped += 1
+        if self.dealer is not None:
+            self.dealer.give_back(asked.lease)
+        return [self._record(asked, Outcome(self.version, dropped=True))]
+
+    def _take(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+        assert self.dealer is not None
+        workers = [asked.worker for asked in operation.asked]
+        if self.dealer.together:
+            self.dealer.dealt = operation.asked[0].clock + 1
+            hands = self.dealer.deal_together(workers, operation.number)
+        else:
+            hands = [self.dealer.deal(worker, operation.number) for worker in workers]
+        total = sum(hand.last - hand.first for _, hand in hands)
+        return [
+            self._record(asked, Outcome(self.version, False, lease, (hand.first, hand.last), hand.epoch, total))
+            for asked, (lease, hand) in zip(operation.asked, hands, strict=True)
+        ]
+
+    def _meet(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+        """A worker's first word: from now on its clock counts."""
+        for worker in operation.workers:
+            self.clocks[worker] = RangeClock(self.start, self.stop, operation.number)
+        return []
+
+    def _forget(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+        """Workers that are gone."""
+        for worker in operation.workers:
+            self.clocks.pop(worker, None)
+        if self.dealer is not None:
+            self.dealer.forget(operation.workers)
+        return []
+
+    def _mark(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+        self.marked = operation.number
+        return [self._record(asked, Outcome(self.version)) for asked in operation.asked]
+
+
+def coalesced(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascending keys, each once, with the sums of their values."""
+    if keys.numel() < 2 or bool((keys[1:] > keys[:-1]).all()):
+        return keys, values
+    once, place = keys.unique(return_inverse=True)
+    return once, values.new_zeros(once.numel()).index_add_(0, place, values)
+
+
+def _clock(start: int, stop: int, pieces: Sequence[tuple[int, int, int]]) -> RangeClock:
+    clock = RangeClock(start, stop)
+    for first, last, time in pieces:
+        clock.set(first, last, time)
+    return clock
+
+
+def _pack(tensor: Tensor) -> Packed:
+    raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return Packed(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), raw)
+
+
+def _unpack(packed: Packed) -> Tensor:
+    dtype = getattr(torch, packed.dtype)
+    if not packed.data:
+        return torch.empty(packed.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(packed.data), dtype=dtype).view(packed.shape)

@@ -1,0 +1,49 @@
+"""Synchronous training with backup workers (Chen et al. 2016): the first N of N + b gradients make a step.
+
+    worker 0   ──── push ─┐
+    worker 1   ── push ───┤ N = 2: sum, step, answer
+    worker 2   ────────── push ─► too late: dropped, and on to the newest parameters
+
+Servers drop a gradient of any version but the current one. Its samples are dealt out again, to whoever asks next, so
+none is starved however slow the worker that had them. A remedy for slow workers, not for dead ones: each death uses up
+one of the b.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from torrential.errors import BadInput
+from torrential.server.consistency import Consistency
+from torrential.strategies.base import ServedContext, Strategy
+
+
+class Backup(Strategy, frozen=True, kw_only=True):
+    name: ClassVar[str] = "backup"
+    summary: ClassVar[str] = "synchronous, without waiting for the slowest: the first N of N + b gradients make a step"
+    served: ClassVar[bool] = True
+
+    backups: Annotated[int, msgspec.Meta(ge=0)] = 1
+    """Workers that are not waited for."""
+
+    def needed(self, workers: int) -> int:
+        if self.backups >= workers:
+            raise BadInput(
+                f"somebody must be waited for (backups: {self.backups}, workers: {workers}); use fewer backups"
+            )
+        return workers - self.backups
+
+    def consistency(self, workers: int) -> Consistency:
+        return Consistency(staleness=0, first=self.needed(workers))
+
+    def worker(self, ctx: ServedContext) -> None:  # type: ignore[override]
+        joined = self.needed(ctx.config.workers) * ctx.config.batch_size
+        clock = ctx.begin()
+        while (batch := ctx.take(clock)) is not None:
+            loss = ctx.backward(batch, weight=len(batch.indices) / joined)
+            answer = ctx.exchange(batch, clock, ctx.rate(batch, joined))
+            ctx.advance(batch, loss, answer)
+            clock = max(clock + 1, answer.clock)
+        ctx.leave()

@@ -1,0 +1,82 @@
+"""Downpour SGD (Dean et al. 2012): replicas that never wait for one another push gradients and fetch parameters.
+
+    replica   fetch | g, g, g: the replica keeps moving, g adds up | push the sum | fetch ...
+    server    on every push: w_i -= eta_i * dw_i, with a rate of its own for every parameter (Adagrad)
+
+A gradient is applied to parameters that other replicas have moved since it was computed on them: with R equal replicas
+about R - 1 updates. Adagrad's rates, which shrink where gradients are large, make that stable where one fixed rate is
+not; so does a warm start, in which one replica runs alone at first.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+import torch
+
+from torrential.server.client import Pending
+from torrential.server.consistency import Consistency
+from torrential.strategies.base import ServedContext, Strategy
+from torrential.task import OptimizerSpec
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Downpour(Strategy, frozen=True, kw_only=True):
+    name: ClassVar[str] = "downpour"
+    summary: ClassVar[str] = "asynchronous: workers push gradients and fetch parameters, and never wait for each other"
+    served: ClassVar[bool] = True
+
+    push_every: Count = 1
+    """Minibatches whose gradients make one push."""
+    fetch_every: Count = 1
+    """Minibatches between two fetches of parameters."""
+    overlap: bool = False
+    """Whether the next minibatch begins before the push is answered and the parameters are here: its parameters are
+    older by one push of its own."""
+    server: Literal["adagrad", "task"] = "adagrad"
+    """The servers' optimizer: Adagrad with the task's rate, or the task's own optimizer."""
+    warm: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Updates that one worker makes alone before the others begin."""
+
+    def consistency(self, workers: int) -> Consistency:
+        return Consistency(staleness=None)
+
+    def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
+        if self.server == "task":
+            return spec
+        decay = spec.options.get("weight_decay", 0.0)
+        return OptimizerSpec(torch.optim.Adagrad, spec.lr, {"weight_decay": decay} if decay else {}, spec.exempt)
+
+    def worker(self, ctx: ServedContext) -> None:  # type: ignore[override]
+        clock, number = ctx.begin(), 0
+        total = ctx.comm.buffer("pushed", ctx.gradient.numel(), ctx.gradient.dtype) if self.push_every > 1 else None
+        fetched: Pending | None = None
+        pushed: Pending | None = None
+        while (batch := ctx.take(clock, self.push_every, after=self.warm)) is not None:
+            before = pushed
+            for minibatch in batch.split(ctx.config.batch_size):
+                if fetched is not None and not self.overlap:
+                    fetched.wait()
+                loss = ctx.backward(minibatch, weight=1.0, after=pushed)
+                if fetched is not None:
+                    fetched.wait()
+                    fetched = None
+                rate = ctx.rate(minibatch, joined=ctx.config.batch_size)
+                if total is not None:
+                    total.copy_(ctx.gradient) if minibatch.first == batch.first else total.add_(ctx.gradient)
+                number += 1
+                if number % self.fetch_every:
+                    ctx.vector.sub_(ctx.gradient, alpha=rate)  # the replica keeps moving
+                last = minibatch.stop == batch.stop
+                if last:
+                    gradient = ctx.gradient if total is None else total
+                    pushed = ctx.params.push(gradient, clock=clock, lr=rate, used=ctx.used, lease=batch.lease)
+                if number % self.fetch_every == 0:
+                    fetched = ctx.params.pull(ctx.vector, clock=clock + last)
+            assert pushed is not None
+            known = before if self.overlap else pushed
+            ctx.advance(batch, loss, None if known is None else known.wait())
+            clock += 1
+        ctx.leave()

@@ -1,0 +1,116 @@
+"""What every role of this host has: a clock, registered memory, letters. All that a server needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torrential.comm.post import Contact, Post
+from torrential.comm.protocol import SERVERS, Handle, Letter, Meter
+from torrential.server.messages import Message, View
+from torrential.worlds.local import messages as m
+from torrential.worlds.local.link import Buffers, Link
+
+if TYPE_CHECKING:
+    from torrential.worlds.local.nursery import Spawn
+
+
+def address_of(role: str, rank: int) -> int:
+    return SERVERS + rank if role == "server" else rank
+
+
+def ending(address: int, life: int) -> str:
+    """Of the keys of buffers that belong to one incarnation: what its predecessor shared may still be read."""
+    return f"~{life}#{address}"
+
+
+def open_post(spawn: Spawn) -> Post | None:
+    """Where letters for a role arrive, from the moment that others hear of it."""
+    if not spawn.letters or spawn.role == "observer":
+        return None
+    mine = f"{spawn.address}-{spawn.role}-{spawn.rank}-{spawn.life}"
+    where = "tcp:127.0.0.1:0" if spawn.transport == "tcp" else mine
+    return Post(address_of(spawn.role, spawn.rank), spawn.life, where, spawn.token, Message)
+
+
+class LocalMail:
+    """Implements comm.protocol.Mail."""
+
+    def __init__(self, address: int, link: Link, buffers: Buffers, post: Post | None, shares_memory: bool) -> None:
+        self.address, self._link, self._buffers, self._post = address, link, buffers, post
+        self.shares_memory = shares_memory
+        self.meter = Meter()
+        self.view = View(-1, (), ())
+        self._began = time.monotonic()
+        self.first: int | None = None  # the version of the first view heard of
+        if post is not None:
+            self._lives: dict[int, int] = {}
+            post.memory = buffers if shares_memory else None
+            link.route(self._changed, m.Roster)
+
+    def _changed(self, item: tuple[m.Roster, list[Tensor]]) -> None:
+        assert self._post is not None
+        roster, _ = item
+        self.view, self._began = roster.view, roster.began
+        self.first = self.first or roster.view.version
+        self._post.know({address: Contact(where, life) for address, where, life in roster.contacts})
+        for address, _, life in roster.contacts:
+            if life > self._lives.setdefault(address, life):
+                self._buffers.forget(ending(address, self._lives[address]))
+                self._lives[address] = life
+        self._post.announce(roster.view)
+
+    # -- clock and memory ---------------------------------------------------------------------------------------
+    def now(self) -> float:
+        return time.monotonic() - self._began
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def buffer(
+        self, name: str, numel: int, dtype: torch.dtype, *, common: bool = False, rank: int | None = None
+    ) -> Tensor:
+        assert self.shares_memory or not common, "there is no common memory here"
+        owner = None if common else (self.address if rank is None else rank)
+        if self._post is not None and owner == self.address:
+            name = f"{name}~{self._post.life}"
+        return self._buffers.get(name, numel, dtype, owner)
+
+    # -- letters ------------------------------------------------------------------------------------------------
+    def post(self, to: int, message: Any, tensors: Sequence[Tensor] = ()) -> Handle:
+        assert self._post is not None, "this strategy is not served"
+        began = time.perf_counter()
+        handle = self._post.post(to, message, tensors)
+        self.meter.communicate += time.perf_counter() - began
+        self.meter.bytes_sent += sum(t.nbytes for t in tensors)
+        return handle
+
+    def land(self, where: Callable[[Any], Sequence[Tensor] | None]) -> None:
+        assert self._post is not None, "this strategy is not served"
+        self._post.landing = where
+
+    def receive(self, timeout: float | None = None) -> Letter | None:
+        assert self._post is not None, "this strategy is not served"
+        began = time.perf_counter()
+        letter = self._post.receive(timeout)
+        self.meter.wait += time.perf_counter() - began
+        return letter
+
+    def stop_requested(self) -> bool:
+        return self._link.stop or self._link.dismissed
+
+    def close(self) -> None:
+        if self._post is not None:
+            self._post.close()
+
+
+class ServerMail(LocalMail):
+    """A server goes on until it is dismissed."""
+
+    def __init__(self, address: int, link: Link, buffers: Buffers, post: Post, shares_memory: bool) -> None:
+        super().__init__(address, link, buffers, post, shares_memory)
+        link.route(lambda _: post.stop(), m.Dismissed)
