@@ -229,13 +229,11 @@ def _fresh(task: tt.Task) -> nn.Module:
 def test_a_zero_gamma_is_where_training_starts(tmp_path: Path) -> None:
     task = a_task(optimizer=tt.optimizer("sgd", lr=1e-9))
     assert weights(task, tmp_path / "zero", steps=1, zero_gamma=True)["1.norm.weight"].abs().max() < 1e-6
-    assert weights(task, tmp_path / "one", steps=1)["1.norm.weight"].min() > 0.99
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_lars_trains_in_every_home(tmp_path: Path, workers: int) -> None:
+def test_lars_with_two_workers_is_lars_with_one(tmp_path: Path) -> None:
     task = a_task(momentum=0.9, weight_decay=1e-4, model=_without_dropout)
-    small = weights(task, tmp_path / "a", workers=workers, batch_size=12 // workers, layerwise="lars", lr=1.0, ghost=6)
+    small = weights(task, tmp_path / "a", workers=2, batch_size=6, layerwise="lars", lr=1.0, ghost=6)
     whole = weights(task, tmp_path / "b", layerwise="lars", lr=1.0, ghost=6)
     assert largest_difference(small, whole) < 1e-5
 
@@ -277,15 +275,8 @@ def test_the_run_says_what_the_recipe_changed(tmp_path: Path) -> None:
         "last gamma zero in 1 block",
     ):
         assert part in said
-    plain = tt.train(a_task(), out=tmp_path / "plain", progress=False)
-    assert not [r for r in plain.history if isinstance(r, Event) and r.event == "recipe"]
-
-
-def test_a_recipe_is_in_the_manifest_and_so_survives_a_resume(tmp_path: Path) -> None:
-    options = {"recipe": "goyal", "warmup": 0.1}
-    tt.train(a_task(), out=tmp_path / "run", progress=False, steps=2, batch_size=24, **options)  # type: ignore[arg-type]
     config = msgspec.json.decode((tmp_path / "run" / "manifest.json").read_bytes())["config"]
-    assert msgspec.convert(config["recipe"], Recipe) == make_recipe(options)
+    assert msgspec.convert(config["recipe"], Recipe) == make_recipe(options)  # and so it survives a resume
     assert config["base_batch"] == 12
 
 

@@ -41,17 +41,17 @@ def test_bsp_is_allreduce_and_ssp_without_staleness_is_bsp(tmp_path: Path) -> No
     assert all(torch.equal(bsp[name], ssp[name]) for name in bsp)
 
 
-@pytest.mark.parametrize("transport", ["shared", "tcp"])
-def test_downpour_with_one_replica_is_plain_training(tmp_path: Path, transport: str) -> None:
-    """T3.1."""
+def test_downpour_with_one_replica_is_plain_training(tmp_path: Path) -> None:
+    """T3.1, through shared memory and through sockets."""
     plain, _ = weights(tmp_path / "allreduce", "allreduce", workers=1)
-    alone, summary = weights(tmp_path / "downpour", "downpour", workers=1, server="task", transport=transport)
-    assert largest_difference(plain, alone) < 1e-6
-    assert summary.staleness_max == 0 and summary.steps == 2 * 43
+    for transport in ("shared", "tcp"):
+        alone, summary = weights(tmp_path / transport, "downpour", workers=1, server="task", transport=transport)
+        assert all(torch.equal(plain[name], alone[name]) for name in plain)
+        assert summary.staleness_max == 0 and summary.steps == 2 * 43
 
 
 # -- counts ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("push_every", "fetch_every"), [(1, 1), (4, 2), (2, 6)])
+@pytest.mark.parametrize(("push_every", "fetch_every"), [(1, 1), (4, 6)])
 def test_downpour_sends_what_its_periods_say(tmp_path: Path, push_every: int, fetch_every: int) -> None:
     """T3.2, for what the worker sends: pushes. The steps of a worker are minibatches; 43 in an epoch."""
     out = tmp_path / "run"
@@ -72,34 +72,26 @@ def test_asynchrony_is_stale_and_backup_drops(tmp_path: Path) -> None:
     assert result.summary.samples == 3 * 1350  # dropped or not, every sample was used
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_every_strategy_learns(tmp_path: Path, name: str) -> None:
-    out = tmp_path / "run"
-    result = tt.train("digits", name, workers=3, servers=2, epochs=14, out=out, progress=False)
-    assert result.summary.value is not None and result.summary.value >= 0.95
-    assert result.summary.samples == 14 * 1350
-
-
 # -- deaths ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", SERVED)
 def test_a_worker_that_dies_is_missed_by_nobody(start: Callable[..., Run], name: str) -> None:
-    run = start("digits", "--strategy", name, "--workers", 3, "--servers", 2, "--epochs", 25)
-    run.until_training(20)
+    run = start("digits", "--strategy", name, "--workers", 3, "--servers", 2, "--epochs", 12)
+    run.until_training(10)
     run.kill("tt-worker-1")
     assert run.wait() == 0, run.said()
     summary = next(r for r in run.records() if isinstance(r, Summary))
-    assert summary.samples == 25 * 1350
+    assert summary.samples == 12 * 1350
     assert [r.worker for r in run.records() if isinstance(r, Event) and r.event == "worker_lost"] == [1]
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_server_that_dies_is_succeeded_by_its_replica(start: Callable[..., Run], name: str) -> None:
-    run = start("digits", "--strategy", name, "--workers", 2, "--servers", 2, "--epochs", 25)
-    run.until_training(20)
+    run = start("digits", "--strategy", name, "--workers", 2, "--servers", 2, "--epochs", 15)
+    run.until_training(10)
     run.kill("tt-server-0")
     assert run.wait() == 0, run.said()
     summary = next(r for r in run.records() if isinstance(r, Summary))
-    assert summary.samples == 25 * 1350 and summary.value is not None and summary.value > 0.9
+    assert summary.samples == 15 * 1350 and summary.value is not None and summary.value >= 0.95
     assert [r.event for r in run.records() if isinstance(r, Event) and r.event == "server_lost"] == ["server_lost"]
 
 
