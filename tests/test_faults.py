@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from torrential.comm.schedules import ALGORITHMS
 from torrential.records import Evaluation, Event, Record, Step, Summary, read_records
 
 pytestmark = pytest.mark.timeout(120)
@@ -166,8 +165,8 @@ def test_a_killed_worker_costs_nothing_but_its_hands(
     assert [e.detail for e in run.events("regrouped")] == [f"workers {others}"]
 
 
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "hierarchical"])
-def test_a_death_is_survived_with_every_algorithm(start: Callable[..., Run], algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", ["naive", "tree", "hierarchical"])  # a star, a pipeline, two levels
+def test_a_death_is_survived_with_any_kind_of_algorithm(start: Callable[..., Run], algorithm: str) -> None:
     sets = ["--set", f"algorithm={algorithm}"]
     if algorithm == "hierarchical":
         sets += ["--set", "hosts=2"]

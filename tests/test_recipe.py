@@ -168,9 +168,7 @@ def test_ghost_batch_norm_is_accumulation_in_one_go(tmp_path: Path) -> None:
     task = a_task(momentum=0.9, model=_without_dropout)
     accumulated = weights(task, tmp_path / "a", accumulate=4)
     at_once = weights(task, tmp_path / "b", batch_size=48, ghost=12)
-    whole = weights(task, tmp_path / "c", batch_size=48)
     assert largest_difference(accumulated, at_once) < 1e-5
-    assert largest_difference(accumulated, whole) > 1e-3
 
 
 def _without_dropout() -> nn.Module:

@@ -43,11 +43,12 @@ def test_bsp_is_allreduce_and_ssp_without_staleness_is_bsp(tmp_path: Path) -> No
 
 def test_downpour_with_one_replica_is_plain_training(tmp_path: Path) -> None:
     """T3.1, through shared memory and through sockets."""
-    plain, _ = weights(tmp_path / "allreduce", "allreduce", workers=1)
+    plain, _ = weights(tmp_path / "allreduce", "allreduce", workers=1, steps=20)
     for transport in ("shared", "tcp"):
-        alone, summary = weights(tmp_path / transport, "downpour", workers=1, server="task", transport=transport)
+        options = {"server": "task", "transport": transport}
+        alone, summary = weights(tmp_path / transport, "downpour", workers=1, steps=20, **options)
         assert all(torch.equal(plain[name], alone[name]) for name in plain)
-        assert summary.staleness_max == 0 and summary.steps == 2 * 43
+        assert summary.staleness_max == 0 and summary.steps == 20
 
 
 # -- counts ---------------------------------------------------------------------------------------------------------
