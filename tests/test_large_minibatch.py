@@ -107,7 +107,7 @@ def test_other_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(Path(__file__).parents[1])  # runs are started by `-m experiments...`
     arguments = ["--out", str(tmp_path), "--task", "digits", "--device", "cpu", "--jobs", "2", "--only", "batch"]
-    arguments += ["--epochs", "1", "--warmup", "0.5", "--seeds", "2", "--base-batch", "32", "--batches", "32,64"]
+    arguments += ["--epochs", "1", "--warmup", "0.2", "--seeds", "2", "--base-batch", "32", "--batches", "32,64"]
     assert main(arguments) == 0, capsys.readouterr().err
     said = capsys.readouterr().err
     assert "[4/4]" in said and "min left" in said

@@ -76,7 +76,6 @@ def test_options_are_exceptions_to_a_recipe() -> None:
     assert make_recipe({"recipe": "goyal", "scaling": "sqrt", "milestones": "0.5,0.75"}) == Recipe(
         recipe="goyal",
         scaling="sqrt",
-        warmup=5.0,
         schedule="step",
         milestones=(0.5, 0.75),
         decay_norms=False,
@@ -88,6 +87,7 @@ def test_options_are_exceptions_to_a_recipe() -> None:
     ("options", "says"),
     [
         ({"warmup": 100.0}, "warm-up is longer than the run"),
+        ({"warmup": 31.0, "schedule": "step"}, "before warm-up is over"),
         ({"milestones": [0.5, 0.2]}, "rising fractions"),
         ({"factor": 2.0}, "between 0 and 1"),
         ({"grow": True}, "schedule=step"),
@@ -262,12 +262,12 @@ def test_resizing_trains_on_small_images_first(tmp_path: Path) -> None:
 
 
 def test_the_run_says_what_the_recipe_changed(tmp_path: Path) -> None:
-    options = {"recipe": "goyal", "warmup": 0.5}
+    options = {"recipe": "goyal", "warmup": 0.25}
     result = tt.train(a_task(), workers=2, out=tmp_path / "run", progress=False, **options)  # type: ignore[arg-type]
     (said,) = [r.detail for r in result.history if isinstance(r, Event) and r.event == "recipe"]
     for part in (
         "rate 0.05 → 0.1 (linear, batch 12 → 24)",
-        "gradual warm-up over 0.5 epochs",
+        "gradual warm-up over 0.25 epochs",
         "rate × 0.1 at epochs 0.333, 0.667, 0.889",
         "no weight decay on 5 norm and bias tensors",
         "last gamma zero in 1 block",

@@ -47,8 +47,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     once there is weight decay or momentum; there to show it."""
     base_batch: int | None = None
     """The joined batch that the task's rate is meant for; by default the task's own batch size."""
-    warmup: float = 0.0
-    """Epochs of warm-up."""
+    warmup: float | None = None
+    """Epochs of warm-up: none by default; with the recipe goyal 5, but no more than a tenth of the run."""
     warmup_kind: Literal["gradual", "constant"] = "gradual"
     """From the unscaled rate up a little at every step, or all of it at the unscaled rate."""
     schedule: Literal["constant", "step", "cosine", "poly"] = "constant"

@@ -144,7 +144,7 @@ def _servers(asked: Request, strategy: Strategy, settings: Settings, model: nn.M
 
 def _check_recipe(config: RunConfig, strategy: Strategy, task: Task, model: nn.Module) -> str:
     """Refuse what cannot work; say in one line what the recipe changes."""
-    joined = config.workers * config.batch_size * getattr(strategy, "accumulate", 1)
+    joined = strategy.joined(config.workers, config.batch_size)
     if joined > config.samples:
         raise BadInput(
             f"the joined batch is larger than the training set (workers × batch size × accumulate: {joined}, "

@@ -190,7 +190,7 @@ def _staleness(steps: list[Step]) -> dict[str, Any]:
 def planned_steps(job: Job) -> int | None:
     config, schedule = job.config, schedule_of(job.config, job.strategy)
     deal = Deal(config.samples, config.seed)
-    joined = config.workers * config.batch_size * getattr(job.strategy, "accumulate", 1)
+    joined = job.strategy.joined(config.workers, config.batch_size)
     steps = 0
     while deal.epoch < config.epochs and (config.steps is None or steps < config.steps):
         seen = deal.epoch * config.samples + deal.cursor

@@ -21,7 +21,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "none": {},
     "goyal": {
         "scaling": "linear",
-        "warmup": 5.0,
         "schedule": "step",
         "decay_norms": False,
         "zero_gamma": True,
@@ -85,8 +84,8 @@ def describe(recipe: Recipe, schedule: Schedule, joined: int, model: nn.Module) 
             f"rate {schedule.base:g} → {schedule.base * times:.4g} "
             f"({recipe.scaling}, batch {schedule.base_batch} → {joined})"
         )
-    if recipe.warmup:
-        parts.append(f"{recipe.warmup_kind} warm-up over {recipe.warmup:g} epochs")
+    if schedule.warmup:
+        parts.append(f"{recipe.warmup_kind} warm-up over {schedule.warmup / schedule.samples:.3g} epochs")
     if recipe.schedule == "step":
         at = ", ".join(f"{m * schedule.total / schedule.samples:.3g}" for m in recipe.milestones)
         what = f"batch × {1 / recipe.factor:g}" if recipe.grow else f"rate × {recipe.factor:g}"
@@ -95,8 +94,8 @@ def describe(recipe: Recipe, schedule: Schedule, joined: int, model: nn.Module) 
         parts.append(f"{recipe.schedule} decay")
     if not recipe.decay_norms:
         parts.append(f"no weight decay on {len(exempt(model))} norm and bias tensors")
-    if recipe.zero_gamma:
-        parts.append(f"last gamma zero in {len(zero_last_gamma(model))} blocks")
+    if recipe.zero_gamma and (blocks := zero_last_gamma(model)):
+        parts.append(f"last gamma zero in {len(blocks)} blocks")
     if recipe.ghost is not None:
         parts.append(f"batch norm over {recipe.ghost} samples")
     if recipe.layerwise != "none":

@@ -30,11 +30,18 @@ class Schedule:
 
     def __post_init__(self) -> None:
         recipe = self.recipe
-        if recipe.warmup < 0 or self.warmup > self.total:
-            epochs = self.total / self.samples
+        epochs = self.total / self.samples
+        if self.warmup < 0:
+            raise BadInput(f"warm-up cannot be negative (warmup: {recipe.warmup:g} epochs); use --set warmup=0")
+        if self.warmup > self.total:
             raise BadInput(
                 f"warm-up is longer than the run (warmup: {recipe.warmup:g} epochs, run: {epochs:.3g}); "
                 f"use --set warmup={epochs / 10:.1g}"
+            )
+        if recipe.schedule == "step" and recipe.milestones and recipe.milestones[0] * self.total < self.warmup:
+            raise BadInput(
+                f"the rate would fall before warm-up is over (warmup: {recipe.warmup:g} epochs, first milestone at "
+                f"{recipe.milestones[0] * epochs:.3g}); use --set warmup={epochs / 10:.1g}"
             )
         if not all(0 < m <= 1 for m in recipe.milestones) or list(recipe.milestones) != sorted(recipe.milestones):
             raise BadInput(f"milestones are rising fractions of the run (given: {recipe.milestones}); try 0.5,0.75")
@@ -54,6 +61,8 @@ class Schedule:
     @property
     def warmup(self) -> float:
         """In samples."""
+        if self.recipe.warmup is None:
+            return min(5 * self.samples, self.total / 10) if self.recipe.recipe == "goyal" else 0.0
         return self.recipe.warmup * self.samples
 
     def scale(self, joined: int) -> float:

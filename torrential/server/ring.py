@@ -106,7 +106,7 @@ def leave(table: Table, server: int, replicas: int = 0) -> Table:
         if not chain:
             raise RunFailed(
                 f"parameters {r.start} to {r.stop} are lost: server {server - SERVERS} held the only copy; "
-                "give every range a replica (--set replicas=1) or go on from a checkpoint"
+                "more servers (--servers) with more replicas (--set replicas=N) survive more deaths"
             )
         heir = r.heir if r.heir != server else None
         ring = _from(remaining, chain[-1])

@@ -35,6 +35,9 @@ class Backup(Strategy, frozen=True, kw_only=True):
             )
         return workers - self.backups
 
+    def joined(self, workers: int, batch_size: int) -> int:
+        return self.needed(workers) * batch_size
+
     def consistency(self, workers: int) -> Consistency:
         return Consistency(staleness=0, first=self.needed(workers))
 

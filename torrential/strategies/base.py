@@ -137,6 +137,10 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     def worker(self, ctx: Context) -> None:
         raise NotImplementedError
 
+    def joined(self, workers: int, batch_size: int) -> int:
+        """Samples that make one step."""
+        return workers * batch_size
+
     def consistency(self, workers: int) -> Consistency:
         """Of the servers, if it is served."""
         raise NotImplementedError

@@ -40,6 +40,9 @@ class Downpour(Strategy, frozen=True, kw_only=True):
     warm: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Updates that one worker makes alone before the others begin."""
 
+    def joined(self, workers: int, batch_size: int) -> int:
+        return batch_size * self.push_every
+
     def consistency(self, workers: int) -> Consistency:
         return Consistency(staleness=None)
 

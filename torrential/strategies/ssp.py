@@ -30,6 +30,9 @@ class Ssp(Strategy, frozen=True, kw_only=True):
         """Without staleness all workers of a clock share one joined batch, as in `bsp`."""
         return self.staleness == 0
 
+    def joined(self, workers: int, batch_size: int) -> int:
+        return workers * batch_size if self.together else batch_size
+
     def consistency(self, workers: int) -> Consistency:
         return Consistency(staleness=self.staleness)
 

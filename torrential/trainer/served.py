@@ -93,7 +93,7 @@ class ServedWorker:
         wait_for = 0 if self.comm.rank == self.comm.view.workers[0] else after
         answer = self.params.take(minibatches * self.config.batch_size, clock=clock, after=wait_for).wait()
         if answer.finished:
-            self._samples = self.config.epochs * self.config.samples
+            self._epoch, self._samples = self.config.epochs, self.config.epochs * self.config.samples
             return None
         first, last = answer.indices
         indices = order(self.config.samples, self.config.seed, answer.epoch)[first:last]
@@ -218,7 +218,7 @@ class ServedWorker:
             self.outlet.own_buffers(self.step, own)
         snapshot = Snapshot(
             step=self.step,
-            epoch=self.config.epochs if final else self._epoch,
+            epoch=self._epoch,
             cursor=0,
             samples=self._samples,
             time=self.comm.now(),

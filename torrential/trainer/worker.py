@@ -294,5 +294,5 @@ class Worker:
 def schedule_of(config: RunConfig, strategy: Strategy) -> Schedule:
     total = config.epochs * config.samples
     if config.steps is not None:
-        total = min(total, config.steps * config.workers * config.batch_size * getattr(strategy, "accumulate", 1))
+        total = min(total, config.steps * strategy.joined(config.workers, config.batch_size))
     return Schedule(config.recipe, config.lr, config.base_batch or config.batch_size, config.samples, total)

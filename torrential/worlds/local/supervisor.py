@@ -202,6 +202,8 @@ class _Run:
         return 0.0 if self._began is None else time.monotonic() - self._began
 
     def _remedy(self) -> str:
+        if self._served:
+            return f"what was saved is in {self._job.directory}"
         return f"go on with: torrential train --resume {self._job.directory}"
 
     # -- records ------------------------------------------------------------------------------------------------
