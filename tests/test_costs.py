@@ -287,4 +287,3 @@ def test_a_run_over_sockets_records_what_it_picks_and_why(run_cli: Any, home: Pa
     (second,), again = run("second", "unix")
     assert second.detail == first.detail.replace("measured", "known from an earlier run", 1)
     assert again["bytes_sent"] == summary["bytes_sent"]  # measuring counts for nothing
-    assert run("third", "shared")[0] == []
