@@ -33,6 +33,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     task_batch: int
     samples: int
 
+    @property
+    def base_rate(self) -> float:
+        """For the base batch: the task's, in proportion."""
+        return self.lr * self.base_batch / self.task_batch
+
     @classmethod
     def load(cls, path: Path) -> Settings:
         return msgspec.json.decode(path.read_bytes(), type=cls)
@@ -143,7 +148,7 @@ def write_report(out: Path, settings: Settings, top: int | None, results: list[R
 def _table(out: Path, settings: Settings, top: int | None, results: list[Result]) -> str:
     lines = [
         f"Task `{settings.task}`, {settings.samples:,} training samples, {settings.epochs} epochs, warm-up "
-        f"{settings.warmup:g}, batch norm over {settings.base_batch}. Errors in %: validation is the median over the "
+        f"{settings.warmup:.2g}, batch norm over {settings.base_batch}. Errors in %: validation is the median over the "
         f"last {_LAST_EPOCHS} epochs, test that of the final parameters; mean ± standard deviation over seeds.",
         "",
         *_machine(out),

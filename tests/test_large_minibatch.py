@@ -53,7 +53,8 @@ def test_plan() -> None:
     assert {"gamma-one-128", "gamma-one-8192", "lars-16384", "lars-32768", "grow-128", "decay-128"} <= others.keys()
     assert "lars-65536" not in others  # more than there are samples
     poly, lars = others["poly-16384"].options, others["lars-16384"].options
-    assert lars == poly | {"layerwise": "lars", "trust": 0.001}  # one difference at a time
+    own = {"layerwise": "lars", "trust": 0.001, "scaling": "sqrt", "lr": pytest.approx(10 * (128 / 4096) ** 0.5)}
+    assert lars == poly | own and others["lars-16384"].rate == pytest.approx(20)
     assert others["grow-128"].options == others["decay-128"].options | {"grow": True}
     with pytest.raises(BadInput, match="multiple"):
         ablations(SETTINGS, 5000)

@@ -23,13 +23,13 @@ from torrential.data.batches import Batches
 from torrential.data.resize import Resize
 from torrential.errors import BadInput, TaskFailed, UnknownName
 from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe
+from torrential.optim.schedule import schedule_of
 from torrential.records import Evaluation, Summary
 from torrential.strategies import STRATEGIES, make_strategy
 from torrential.strategies.base import Strategy
 from torrential.task import Task, with_validation
 from torrential.tasks import load_task
 from torrential.trainer.slow import Slow
-from torrential.trainer.worker import schedule_of
 from torrential.version import __version__
 from torrential.worlds.base import Job
 
@@ -150,7 +150,7 @@ def _check_recipe(config: RunConfig, strategy: Strategy, task: Task, model: nn.M
             f"the joined batch is larger than the training set (workers × batch size × accumulate: {joined}, "
             f"samples: {config.samples}); use --batch-size {max(1, config.samples * config.batch_size // joined)}"
         )
-    schedule = schedule_of(config, strategy)
+    schedule = schedule_of(config, joined)
     if config.recipe.resize is not None:
         Resize.parse(config.recipe.resize)
     adapt_optimizer(config.recipe, task.optimizer, model)

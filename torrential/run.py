@@ -16,12 +16,12 @@ from torrential import checkpoint as checkpoints
 from torrential import records
 from torrential.data.deal import Deal
 from torrential.errors import RunFailed
+from torrential.optim.schedule import schedule_of
 from torrential.prepare import Request, prepare, prepare_resume, unlock
 from torrential.records import Evaluation, Event, Record, RecordWriter, Step, Summary
 from torrential.strategies.base import Strategy
 from torrential.task import Task
 from torrential.tasks import load_task
-from torrential.trainer.worker import schedule_of
 from torrential.worlds.base import Job, Listener
 from torrential.worlds.local.launch import Launch
 
@@ -188,9 +188,9 @@ def _staleness(steps: list[Step]) -> dict[str, Any]:
 
 
 def planned_steps(job: Job) -> int | None:
-    config, schedule = job.config, schedule_of(job.config, job.strategy)
-    deal = Deal(config.samples, config.seed)
+    config, deal = job.config, Deal(job.config.samples, job.config.seed)
     joined = job.strategy.joined(config.workers, config.batch_size)
+    schedule = schedule_of(config, joined)
     steps = 0
     while deal.epoch < config.epochs and (config.steps is None or steps < config.steps):
         seen = deal.epoch * config.samples + deal.cursor

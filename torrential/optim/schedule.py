@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torrential.config import Recipe
+from torrential.config import Recipe, RunConfig
 from torrential.errors import BadInput
 
 
@@ -107,3 +107,11 @@ class Schedule:
                 break
             grown *= times
         return grown
+
+
+def schedule_of(config: RunConfig, joined: int) -> Schedule:
+    """Of a run whose steps take `joined` samples."""
+    total = config.epochs * config.samples
+    if config.steps is not None:
+        total = min(total, config.steps * joined)
+    return Schedule(config.recipe, config.lr, config.base_batch or config.batch_size, config.samples, total)

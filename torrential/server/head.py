@@ -311,8 +311,10 @@ class Head:
                 for ask in asks:
                     self._link.settle(ask, (Outcome(self.shard.version), ()))
             else:
+                first = min(self._workers)  # waits for nobody's updates; when it dies, the next one is first
                 for worker, ask in list(takes.items()):
-                    if dealer.ready() and ask.request.after <= self.shard.version:  # type: ignore[attr-defined]
+                    after = 0 if worker == first else ask.request.after  # type: ignore[attr-defined]
+                    if dealer.ready() and after <= self.shard.version:
                         self._hand_out([takes.pop(worker)])
             if not takes:
                 del self._takes[clock]

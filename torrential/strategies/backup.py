@@ -42,7 +42,7 @@ class Backup(Strategy, frozen=True, kw_only=True):
         return Consistency(staleness=0, first=self.needed(workers))
 
     def worker(self, ctx: ServedContext) -> None:  # type: ignore[override]
-        joined = self.needed(ctx.config.workers) * ctx.config.batch_size
+        joined = self.joined(ctx.config.workers, ctx.config.batch_size)
         clock = ctx.begin()
         while (batch := ctx.take(clock)) is not None:
             loss = ctx.backward(batch, weight=len(batch.indices) / joined)

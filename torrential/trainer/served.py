@@ -18,27 +18,18 @@ from torrential.comm.protocol import Comm
 from torrential.config import RunConfig
 from torrential.data.batches import Batches
 from torrential.data.deal import order
-from torrential.errors import BadInput, NonFiniteLoss
+from torrential.errors import NonFiniteLoss
 from torrential.optim.recipe import adapt_model
+from torrential.optim.schedule import schedule_of
 from torrential.params.home import dtype_name, flat_gradient, gradients
-from torrential.params.layout import Layout, plan
-from torrential.records import Step
+from torrential.params.layout import plan
 from torrential.server.client import Answer, Client, Pending
 from torrential.strategies.base import Batch, Strategy
 from torrential.task import Task
 from torrential.trainer.randomness import seed_all
-from torrential.trainer.slow import Slow
+from torrential.trainer.recorder import Recorder
+from torrential.trainer.slow import Brake
 from torrential.trainer.snapshot import Outlet, Snapshot, buffers_of, rest_of
-from torrential.trainer.worker import schedule_of
-
-RECORD_SECONDS = 0.2  # between two step records of one worker
-
-
-def only_dtype(layout: Layout) -> torch.dtype:
-    if len(layout.sizes) > 1:
-        names = ", ".join(dtype_name(dtype) for dtype in layout.sizes)
-        raise BadInput(f"servers keep parameters of one dtype (the model has {names}); use strategy allreduce")
-    return next(iter(layout.sizes))
 
 
 class ServedWorker:
@@ -51,8 +42,7 @@ class ServedWorker:
         seed_all(device, config.seed, 0)
         self.model = adapt_model(config.recipe, task.model()).to(device).train()
         self.layout = plan(self.model, strategy.bucket_bytes)
-        dtype = only_dtype(self.layout)
-        numel = self.layout.sizes[dtype]
+        ((dtype, numel),) = self.layout.sizes.items()
         self.vector = comm.buffer("vector", numel, dtype)
         self.gradient = comm.buffer("gradient", numel, dtype)
         self._parameters = gradients(self.model, self.layout)
@@ -62,10 +52,9 @@ class ServedWorker:
                 entry.view(self.vector).copy_(parameter.data)
                 parameter.data = entry.view(self.vector)
         self._batches = Batches(task.train, device)
-        self._schedule = schedule_of(config, strategy)
-        self._slow = Slow.parse(config.settings.slow, config.workers)
-        self._strategy = strategy
-        self._number = 0  # batches this worker has done
+        self._schedule = schedule_of(config, strategy.joined(config.workers, config.batch_size))
+        self._brake = Brake(config, comm)
+        self._recorder = Recorder(comm, outlet)
         self.step = 0  # updates applied, as far as this worker knows
         self._samples = 0
         self._epoch = 0
@@ -74,8 +63,6 @@ class ServedWorker:
         self._dropped = 0
         self._loss = math.nan
         self.used: list[int] | None = None
-        self._last_record = -math.inf
-        self._last_meter = (0.0, 0.0, 0.0)
 
     # -- taking part --------------------------------------------------------------------------------------------
     def begin(self) -> int:
@@ -90,8 +77,7 @@ class ServedWorker:
         limit = self.config.steps
         if limit is not None and self.step >= limit:
             return None
-        wait_for = 0 if self.comm.rank == self.comm.view.workers[0] else after
-        answer = self.params.take(minibatches * self.config.batch_size, clock=clock, after=wait_for).wait()
+        answer = self.params.take(minibatches * self.config.batch_size, clock=clock, after=after).wait()
         if answer.finished:
             self._epoch, self._samples = self.config.epochs, self.config.epochs * self.config.samples
             return None
@@ -101,7 +87,7 @@ class ServedWorker:
 
     def leave(self) -> None:
         self.params.wait()
-        self._record(self.comm.now())  # the counts are complete now
+        self._record()  # the counts are complete now
         if self.comm.rank == self.comm.view.workers[0]:
             self._give_snapshot(final=True)
         self.comm.leave()
@@ -124,10 +110,7 @@ class ServedWorker:
         if after is not None:
             after.wait()
         self._collect()
-        factor = self._slow.factor(self.config.seed, self.comm.rank, self._number)
-        self._number += 1
-        if factor > 1:
-            self.comm.sleep((factor - 1) * (self.comm.now() - began))
+        self._brake.hold(began)
         return loss
 
     def _load(self) -> None:
@@ -170,32 +153,20 @@ class ServedWorker:
             return
         self._loss, self._epoch = loss, batch.epoch
         self._samples = batch.epoch * self.config.samples + batch.first + len(batch.indices)
-        now = self.comm.now()
-        if now - self._last_record >= RECORD_SECONDS:
-            self._record(now)
+        if self._recorder.due(self.comm.now()):
+            self._record()
         if self.comm.rank == self.comm.view.workers[0]:
             self._evaluate_when_due(batch)
 
-    def _record(self, now: float) -> None:
-        meter = self.comm.meter
-        reading = (now, meter.communicate, meter.wait)
-        elapsed, communicate, wait = (a - b for a, b in zip(reading, self._last_meter, strict=True))
-        self._last_record, self._last_meter = now, reading
-        self.outlet.record(
-            Step(
-                worker=self.comm.rank,
-                step=self.step,
-                epoch=self._epoch,
-                samples=self._samples,
-                loss=self._loss,
-                time=now,
-                compute=elapsed - communicate - wait,
-                communicate=communicate,
-                wait=wait,
-                bytes_sent=meter.bytes_sent,
-                staleness=dict(self._staleness),
-                dropped=self._dropped,
-            )
+    def _record(self) -> None:
+        self._recorder.write(
+            self.comm.now(),
+            step=self.step,
+            epoch=self._epoch,
+            samples=self._samples,
+            loss=self._loss,
+            staleness=dict(self._staleness),
+            dropped=self._dropped,
         )
 
     # -- snapshots ----------------------------------------------------------------------------------------------
@@ -213,7 +184,6 @@ class ServedWorker:
         parameters = torch.empty_like(self.vector)
         self.params.get(parameters).wait()
         own = buffers_of(self.model)
-        members = [self.comm.rank]
         if own:
             self.outlet.own_buffers(self.step, own)
         snapshot = Snapshot(
@@ -222,7 +192,7 @@ class ServedWorker:
             cursor=0,
             samples=self._samples,
             time=self.comm.now(),
-            members=members,
+            members=[self.comm.rank],
             counts=[self.step] * len(self.layout.entries),
             final=final,
         )

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Self
 
+from torrential.comm.protocol import Comm
+from torrential.config import RunConfig
 from torrential.errors import BadInput
 
 
@@ -53,3 +55,18 @@ class Slow:
             if Random(f"slow {seed} {worker} {block}").randrange(steps) == place:
                 factor *= times
         return factor
+
+
+class Brake:
+    """Stretches a worker's batches, one after the other."""
+
+    def __init__(self, config: RunConfig, comm: Comm) -> None:
+        self._slow, self._seed, self._comm = Slow.parse(config.settings.slow, config.workers), config.seed, comm
+        self._batch = 0
+
+    def hold(self, began: float) -> None:
+        """After a batch that began then."""
+        factor = self._slow.factor(self._seed, self._comm.rank, self._batch)
+        self._batch += 1
+        if factor > 1:
+            self._comm.sleep((factor - 1) * (self._comm.now() - began))

@@ -18,20 +18,19 @@ from torrential.data.deal import Deal, Share
 from torrential.data.resize import Resize
 from torrential.errors import NonFiniteLoss, Regrouped
 from torrential.optim.recipe import adapt_model, adapt_optimizer
-from torrential.optim.schedule import Schedule
+from torrential.optim.schedule import schedule_of
 from torrential.params.home import Finished, Home, Update, choose, gradients
 from torrential.params.layout import Bucket, plan
 from torrential.params.replicated import ReplicatedParameters
 from torrential.params.shared import SharedParameters
-from torrential.records import Step
 from torrential.strategies.base import Context, Decision, Strategy
 from torrential.task import Task
 from torrential.trainer.randomness import seed_all
-from torrential.trainer.slow import Slow
+from torrential.trainer.recorder import Recorder
+from torrential.trainer.slow import Brake
 from torrential.trainer.snapshot import Outlet, Snapshot, buffers_of, from_checkpoint, load_rest, rest_of
 from torrential.trainer.watch import BackwardWatch
 
-RECORD_SECONDS = 0.2  # between two step records of one worker
 _LOSS, _SAMPLES, _NORM, _STOP, _FIRST = 0, 1, 2, 3, 4  # places in a vote; from _FIRST on: used entries
 
 
@@ -56,8 +55,8 @@ class Worker:
         self.layout = plan(self.model, strategy.bucket_bytes)
         self._parameters = gradients(self.model, self.layout)
         self._watch = BackwardWatch(self._parameters, self.layout)
-        self._slow = Slow.parse(config.settings.slow, config.workers)
-        self._batch = 0  # that this worker is at
+        self._brake = Brake(config, comm)
+        self._recorder = Recorder(comm, outlet)
         spec = adapt_optimizer(self._recipe, task.optimizer.with_lr(config.lr), self.model)
         self.home: Home
         if choose(comm, spec, self.layout, device):
@@ -66,7 +65,7 @@ class Worker:
             self.home = ReplicatedParameters(comm, self.model, self.layout, spec, device, meeting)
         self._batches = Batches(task.train, device)
         self._deal = Deal(len(self._batches), config.seed)
-        self._schedule = schedule_of(config, strategy)
+        self._schedule = schedule_of(config, strategy.joined(config.workers, config.batch_size))
         self._resize = None if self._recipe.resize is None else Resize.parse(self._recipe.resize)
         self._joined = 0  # what all members together take in one step, before it grows
         self.ballot: Handle | None = None
@@ -80,8 +79,6 @@ class Worker:
         self._checkpoint = checkpoint
         if checkpoint is not None:
             self._resume(checkpoint)
-        self._last_record = -math.inf
-        self._last_meter = (0.0, 0.0, 0.0)
         self._loss = math.nan
 
     # -- membership ---------------------------------------------------------------------------------------------
@@ -113,7 +110,7 @@ class Worker:
         self._applied = self.step
         if standing.generation > 1:
             self._told = min(self._told, self.step - 1)  # whoever was to give the snapshot may be gone
-        self._last_record = -math.inf  # the first step of a generation is always recorded
+        self._recorder.hurry()  # the first step of a generation is always recorded
 
     def _catch_up(self, standing: Standing) -> None:
         """The member that is furthest hands its state to those behind."""
@@ -192,10 +189,7 @@ class Worker:
             (loss if weight == 1.0 else loss * weight).backward()
             total += float(loss.detach()) * len(indices)
         self._watch.end()
-        factor = self._slow.factor(self.config.seed, self.comm.rank, self._batch)
-        self._batch += 1
-        if factor > 1:
-            self.comm.sleep((factor - 1) * (self.comm.now() - began))
+        self._brake.hold(began)
         return total
 
     def vote(self, share: Share, loss: float) -> None:
@@ -235,28 +229,9 @@ class Worker:
         self._stopped = decision.stop
         self._loss = decision.loss
         self._time = self.comm.now()
-        if self._time - self._last_record >= RECORD_SECONDS or self.finished():
-            self._record()
-
-    def _record(self) -> None:
-        meter = self.comm.meter
-        now = (self._time, meter.communicate, meter.wait)
-        elapsed, communicate, wait = (a - b for a, b in zip(now, self._last_meter, strict=True))
-        self._last_record, self._last_meter = self._time, now
-        self.outlet.record(
-            Step(
-                worker=self.comm.rank,
-                step=self.step,
-                epoch=self._deal.epoch,
-                samples=self.samples,
-                loss=self._loss,
-                time=self._time,
-                compute=elapsed - communicate - wait,
-                communicate=communicate,
-                wait=wait,
-                bytes_sent=meter.bytes_sent,
-            )
-        )
+        if self._recorder.due(self._time) or self.finished():
+            place = {"step": self.step, "epoch": self._deal.epoch, "samples": self.samples}
+            self._recorder.write(self._time, **place, loss=self._loss)
 
     def settle(self) -> None:
         self.comm.check()
@@ -289,10 +264,3 @@ class Worker:
         extras = {f"extra/{n}": t for n, t in self.home.extras().items()}
         rest = {f"rest/{n}": t for n, t in rest_of(self.model, self.layout).items()}
         self.outlet.snapshot(snapshot, self.home.flat(), extras | rest)
-
-
-def schedule_of(config: RunConfig, strategy: Strategy) -> Schedule:
-    total = config.epochs * config.samples
-    if config.steps is not None:
-        total = min(total, config.steps * strategy.joined(config.workers, config.batch_size))
-    return Schedule(config.recipe, config.lr, config.base_batch or config.batch_size, config.samples, total)

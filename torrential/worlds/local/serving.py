@@ -7,18 +7,15 @@ import os
 import torch
 from torch import Tensor, nn
 
-from torrential.checkpoint import Checkpoint
 from torrential.comm.post import Post
 from torrential.comm.protocol import SERVERS
 from torrential.optim.recipe import adapt_model, adapt_optimizer
-from torrential.params.home import dtype_name
 from torrential.params.layout import Layout, plan
 from torrential.server.dealer import Dealer
 from torrential.server.optimizer import bounds
 from torrential.server.role import Server
 from torrential.server.shard import Initial
 from torrential.trainer.randomness import seed_all
-from torrential.trainer.snapshot import from_checkpoint
 from torrential.worlds.base import Job
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, Link
@@ -40,7 +37,7 @@ def serve(job: Job, number: int, link: Link, post: Post) -> None:
     link.send(m.Ready(sum(layout.sizes.values()), bounds(layout, spec)))
     link.until(lambda: mail.first is not None or link.dismissed, "the first view", 1e9)
     begins = mail.first == 1  # else the others have all there is
-    initial = _initial(model, layout, job.checkpoint, dealer) if begins else None
+    initial = Initial(_flat(model, layout), dealer=dealer) if begins else None
     del model
     server = Server(
         mail,
@@ -54,30 +51,9 @@ def serve(job: Job, number: int, link: Link, post: Post) -> None:
     server.run()
 
 
-def _initial(model: nn.Module, layout: Layout, checkpoint: Checkpoint | None, dealer: Dealer) -> Initial:
+def _flat(model: nn.Module, layout: Layout) -> Tensor:
     ((dtype, numel),) = layout.sizes.items()
-    if checkpoint is None:
-        flat, named = torch.zeros(numel, dtype=dtype), dict(model.named_parameters())
-        for entry in layout.entries:
-            entry.view(flat).copy_(named[entry.name].detach())
-        return Initial(flat, dealer=dealer)
-    vectors, extras = from_checkpoint(checkpoint, layout)
-    parameters = vectors.pop(dtype_name(dtype))
-    dealer.epoch, dealer.cursor = checkpoint.epoch, checkpoint.cursor
-    return Initial(
-        parameters,
-        {name.partition("/")[2]: vector for name, vector in vectors.items()},
-        _scalars(layout, extras),
-        checkpoint.step,
-        checkpoint.step,
-        dealer,
-    )
-
-
-def _scalars(layout: Layout, extras: dict[str, Tensor]) -> dict[int, dict[str, float]]:
-    found: dict[int, dict[str, float]] = {}
-    for name, value in extras.items():
-        parameter, _, key = name.rpartition("/")
-        index = next(e.index for e in layout.entries if e.name == parameter)
-        found.setdefault(index, {})[key] = float(value)
-    return found
+    flat, named = torch.zeros(numel, dtype=dtype), dict(model.named_parameters())
+    for entry in layout.entries:
+        entry.view(flat).copy_(named[entry.name].detach())
+    return flat
