@@ -15,23 +15,18 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from multiprocessing.connection import Client as Line
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import TensorDataset
 
-from torrential.config import RunConfig, Settings
+from torrential.bench.job import bench_job
+from torrential.config import Settings
 from torrential.run import Silent
 from torrential.server.client import Client
 from torrential.server.consistency import Consistency
 from torrential.strategies.base import Strategy
-from torrential.task import Task, optimizer
-from torrential.worlds.base import Job
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.supervisor import LocalWorld
 
@@ -86,15 +81,6 @@ def obey(setup: Setup, operations: Operations) -> None:
 
 def sparse_keys(numel: int) -> Tensor:
     return torch.randperm(numel, generator=torch.Generator().manual_seed(0))[: numel // SPARSE].sort().values
-
-
-class Vector(nn.Module):
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.values = nn.Parameter(torch.zeros(numel))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs * self.values[0]
 
 
 class Store:
@@ -299,38 +285,11 @@ class Bench(Strategy, frozen=True, kw_only=True):
 
 
 def ours(setup: Setup) -> None:
-    data = TensorDataset(torch.zeros(setup.workers, 1), torch.zeros(setup.workers, 1))
-    task = Task(
-        model=partial(Vector, setup.numel),
-        loss=functional.mse_loss,
-        train=data,
-        validation=data,
-        test=data,
-        optimizer=optimizer("adagrad", lr=1e-3),
-        name="bench",
-    )
-    config = RunConfig(
-        task=task.name,
-        source=None,
-        strategy=Bench.name,
-        options={},
-        world="local",
-        workers=setup.workers,
-        servers=setup.servers,
-        epochs=1,
-        steps=None,
-        target=None,
-        samples=setup.workers,
-        batch_size=1,
-        lr=task.optimizer.lr,
-        optimizer=task.optimizer.describe(),
-        seed=0,
-        device="cpu",
-        settings=Settings(transport=setup.transport, threads=setup.threads),  # type: ignore[arg-type]
-    )
+    settings = Settings(transport=setup.transport, threads=setup.threads)  # type: ignore[arg-type]
+    job = bench_job(Bench(setup=setup), settings, setup.workers, setup.servers, setup.numel)
     launch = Launch()
     try:
-        LocalWorld(launch).run(Job(config, task, Bench(setup=setup), Path(os.devnull)), lambda _: None, Silent())
+        LocalWorld(launch).run(job, lambda _: None, Silent())
     finally:
         launch.close()
 

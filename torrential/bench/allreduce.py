@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import msgspec
-import torch
-from torch import nn
-from torch.nn import functional
-from torch.utils.data import TensorDataset
 
+from torrential.bench.job import bench_job
 from torrential.bench.member import Calibrated, MeasureAllReduce, Measured, News, Picked
 from torrential.comm import futex
 from torrential.comm.costs import Fitted, machine
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.shared import MAX_RANKS
-from torrential.config import RunConfig, Settings
+from torrential.config import Settings
 from torrential.errors import BadInput, RunFailed, UnknownName
 from torrential.records import Event, Record
-from torrential.task import Task
 from torrential.worlds.base import Job, Listener
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.supervisor import LocalWorld
@@ -122,11 +116,6 @@ def decode(record: Event) -> News:
 
 
 def _job(asked: Ask) -> Job:
-    """A run that trains nothing and leaves nothing: its directory cannot be."""
-    data = TensorDataset(torch.zeros(asked.workers, 1), torch.zeros(asked.workers, 1))
-    task = Task(
-        model=lambda: nn.Linear(1, 1), loss=functional.mse_loss, train=data, test=data, validation=data, name="bench"
-    )
     strategy = MeasureAllReduce(
         sizes=asked.sizes,
         algorithms=asked.algorithms,
@@ -134,26 +123,7 @@ def _job(asked: Ask) -> Job:
         messages="tcp" if asked.transport == "tcp" else "unix",
         fresh=asked.fresh,
     )
-    config = RunConfig(
-        task=task.name,
-        source=None,
-        strategy=strategy.name,
-        options={},
-        world="local",
-        workers=asked.workers,
-        servers=0,
-        epochs=1,
-        steps=None,
-        target=None,
-        samples=asked.workers,
-        batch_size=1,
-        lr=task.optimizer.lr,
-        optimizer=task.optimizer.describe(),
-        seed=0,
-        device="cpu",
-        settings=Settings(transport=asked.transport),  # type: ignore[arg-type]
-    )
-    return Job(config, task, strategy, Path(os.devnull))
+    return bench_job(strategy, Settings(transport=asked.transport), asked.workers)  # type: ignore[arg-type]
 
 
 def _result(asked: Ask, news: list[News]) -> Result:
