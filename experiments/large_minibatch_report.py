@@ -209,8 +209,12 @@ def _draw(path: Path, settings: Settings, results: list[Result]) -> None:
         print(f"no {path.name}: matplotlib is missing; pip install 'torrential[plot]', then --report", file=sys.stderr)
         return
     figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.add_subplot(xscale="log", xlabel="total batch", ylabel="validation error (%)")
+    axes = figure.add_subplot(xlabel="total batch", ylabel="validation error (%)")
     axes.set_xscale("log", base=2)
+    axes.set_yscale("log")  # the differences that matter are at the bottom
+    for axis, marks in ((axes.xaxis, settings.batches), (axes.yaxis, (7, 8, 9, 10, 12, 15, 20, 30, 50, 90))):
+        axis.set_ticks(marks, [f"{mark:,}" for mark in marks])
+        axis.set_minor_formatter(lambda *_: "")
     points = [(r.configuration, r.error) for r in results if r.error]
     sweep = [(c.batch, e.mean, e.deviation) for c, e in points if c.kind == "batch"]
     if sweep:
