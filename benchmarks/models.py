@@ -1,4 +1,4 @@
-"""What the benchmarks train: two models on random data, and the torrential tasks of them.
+"""What the benchmarks train: three models on random data, and the torrential tasks of them.
 
 torrential train benchmarks/models.py:mlp --workers 2
 """
@@ -54,7 +54,15 @@ def spec(kind: str) -> OptimizerSpec:
 
 def build_mlp() -> nn.Module:
     """24 million parameters: much to communicate for little arithmetic."""
-    sizes = 784, 4096, 4096, 1024, CLASSES
+    return _perceptron(784, 4096, 4096, 1024, CLASSES)
+
+
+def build_deep() -> nn.Module:
+    """13 million parameters in equal layers, so that there is something to send from the beginning of backward on."""
+    return _perceptron(784, *[1024] * 13, CLASSES)
+
+
+def _perceptron(*sizes: int) -> nn.Module:
     layers = [(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(sizes)]
     return nn.Sequential(*[module for pair in layers for module in pair][:-1])
 
@@ -72,6 +80,7 @@ def _block(inputs: int, outputs: int) -> tuple[nn.Module, ...]:
 
 WORKLOADS = {
     "mlp": Workload(build_mlp, (784,), batch_size=32, samples=2048),
+    "deep": Workload(build_deep, (784,), batch_size=512, samples=8192),
     "cnn": Workload(build_cnn, (1, 28, 28), batch_size=64, samples=4096),
 }
 
@@ -82,6 +91,14 @@ def mlp() -> Task:
 
 def mlp_adam() -> Task:
     return WORKLOADS["mlp"].task("mlp_adam", "adam")
+
+
+def deep() -> Task:
+    return WORKLOADS["deep"].task("deep", "sgd")
+
+
+def deep_adam() -> Task:
+    return WORKLOADS["deep"].task("deep_adam", "adam")
 
 
 def cnn() -> Task:

@@ -12,7 +12,12 @@ python -m benchmarks.sync --model mlp --workers 2 --steps 60 --rounds 5
     ours+late       nothing is summed before backward is over; also ours+tcp, ours+tcp+late, ours+native, ...
 
 Where a contender ran with and without +late, the share of communication that overlap hides behind backward is told:
-the time it saves per step, divided by the time of communication per step when nothing overlaps.
+the time it saves per step, divided by the time of communication per step when nothing overlaps. With all cores busy
+there is nothing to gain, unless workers wait for something else than a core. That is what a slow link is for:
+
+python -m benchmarks.sync --model deep --link 2gbit --contenders ours+tcp,ours+tcp+late --steps 20 --rounds 3
+
+    --link RATE     all TCP between the workers shares this rate (benchmarks/link.py; needs root)
 
 All have one thread per process (but plain2threads), the same model, batch, and fused optimizer. Every round starts
 each contender anew, one after the other; ratios are medians of the ratios within a round. Round 0 is not timed: it
@@ -22,13 +27,16 @@ takes the memory, because reading that from the system slows a run down by some 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -38,8 +46,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import link
 from benchmarks.contender import Part
 from benchmarks.memory import MemoryWatch
+from benchmarks.models import WORKLOADS
 from torrential.records import RECORDS, Evaluation, Step, describe_machine, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,7 +106,7 @@ def _ours(options: Options, workers: int, flags: list[str], directory: Path, sam
     began = time.monotonic()
     with open(directory / "log", "w+") as log:
         process = _start(command, log, stdout=log)
-        with MemoryWatch([process.pid] if sample else []) as memory:
+        with _ended([process]), MemoryWatch([process.pid] if sample else []) as memory:
             while process.poll() is None and not _records(out, Step):
                 time.sleep(POLL_SECONDS)
             seen = time.monotonic()
@@ -159,7 +169,7 @@ def _other(kind: str, flags: list[str], options: Options, directory: Path, sampl
                 for rank in range(workers)
             )
         ]
-        with MemoryWatch([p.pid for p in processes] if sample else []) as memory:
+        with _ended(processes), MemoryWatch([p.pid for p in processes] if sample else []) as memory:
             for process in processes:  # nobody takes a step before all can
                 if _out(process).readline().strip() != "ready":
                     _finish(process, log)
@@ -193,6 +203,18 @@ def _start(command: list[str], log: IO[str], **streams: Any) -> subprocess.Popen
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(command, cwd=ROOT, env=env, stderr=log, text=True, **streams)
+
+
+@contextlib.contextmanager
+def _ended(processes: list[subprocess.Popen[str]]) -> Iterator[None]:
+    """None of them outlives the block, whatever ends it."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.terminate()  # does nothing to one that has ended
+        for process in processes:
+            process.wait(TIMEOUT_SECONDS)
 
 
 def _finish(process: subprocess.Popen[str], log: IO[str]) -> None:
@@ -255,51 +277,78 @@ def table(results: dict[str, list[Outcome]], first: dict[str, Outcome], options:
     return shown
 
 
-def hidden(overlapped: list[Outcome], late: list[Outcome]) -> float:
-    """The share of communication that overlap hides, the median over the rounds."""
-    shares = []
-    for a, b in zip(overlapped, late, strict=True):
+@dataclass(frozen=True)
+class Overlap:
+    """What it gains, in seconds per step: medians over the rounds."""
+
+    step: float
+    late: float  # a step in which communication begins when backward is over
+    communication: float  # in such a step, waiting for the other workers included
+    hidden: float  # share of communication
+
+    def __str__(self) -> str:
+        return (
+            f"a step takes {1e3 * self.step:.0f} ms; {1e3 * self.late:.0f} ms when nothing is sent before backward is "
+            f"over, {1e3 * self.communication:.0f} of them communication; overlap hides {self.hidden:.0%} of it"
+        )
+
+
+def overlap(early: list[Outcome], late: list[Outcome], samples: int) -> Overlap:
+    """`samples`: of all workers in one step."""
+    rounds = []
+    for a, b in zip(early, late, strict=True):
         assert b.shares is not None
-        communication = (b.shares["communicate"] + b.shares["wait"]) / b.rate
-        shares.append((1 / b.rate - 1 / a.rate) / communication)
-    return median(shares)
+        communication = (b.shares["communicate"] + b.shares["wait"]) * samples / b.rate
+        rounds.append((samples / a.rate, samples / b.rate, communication))
+    steps, late_steps, communications = zip(*rounds, strict=True)
+    hidden = median((late - step) / communication for step, late, communication in rounds)
+    return Overlap(median(steps), median(late_steps), median(communications), hidden)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("mlp", "cnn"), default="mlp")
+    parser.add_argument("--model", choices=tuple(WORKLOADS), default="mlp")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warmup", type=int, default=5, help="steps that are not timed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
     parser.add_argument("--contenders", default=CONTENDERS)
+    parser.add_argument("--link", metavar="RATE", help="over a loopback of this rate, as in 2gbit or 500mbit")
     parser.add_argument("--json", type=Path, help="write all outcomes to this file")
     given = parser.parse_args()
     if not 1 <= given.warmup < given.steps:
         parser.error("--warmup must be at least 1 and below --steps")
     options = Options(given.model, given.workers, given.steps, given.warmup, given.optimizer)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as cache:
+        if given.link:
+            link.enter(given.link)
+            os.environ["XDG_CACHE_HOME"] = cache  # what messages cost on this link is of no use elsewhere
+        compare(options, given.contenders.split(","), given.rounds, given.link, given.json)
+
+
+def compare(options: Options, names: list[str], rounds: int, rate: str | None, file: Path | None) -> None:
     console, host = Console(), machine()
     console.width = max(console.width, TABLE_WIDTH)
-    console.print(describe(host), highlight=False, soft_wrap=True)
-    names = given.contenders.split(",")
+    console.print(describe(host) + (f", over a link of {rate}" if rate else ""), highlight=False, soft_wrap=True)
     first = {name: measure(name, options, memory=True) for name in names}
     results: dict[str, list[Outcome]] = {name: [] for name in names}
-    for number in range(given.rounds):
+    for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
             results[name].append(measure(name, options))
-            rate = results[name][-1].rate
-            console.print(f"round {number + 1}  {name:14} {rate:8,.0f} samples/s", highlight=False)
-        if given.json:
+            console.print(f"round {number + 1}  {name:14} {results[name][-1].rate:8,.0f} samples/s", highlight=False)
+        if file:
             rows = {name: [asdict(o) for o in outcomes] for name, outcomes in results.items()}
             memory = {name: [o.memory, o.peak] for name, o in first.items()}
-            found = {"machine": host, "options": asdict(options), "memory": memory, "results": rows}
-            given.json.write_text(json.dumps(found, indent=2) + "\n")
+            found = {"machine": host, "link": rate, "options": asdict(options), "memory": memory, "results": rows}
+            file.write_text(json.dumps(found, indent=2) + "\n")
     console.print(table(results, first, options))
+    samples = options.workers * WORKLOADS[options.model].batch_size
     for name in names:
         if f"{name}+late" in names:
-            share = hidden(results[name], results[f"{name}+late"])
-            console.print(f"{name}: overlap hides {share:.0%} of communication behind backward", highlight=False)
+            gain = overlap(results[name], results[f"{name}+late"], samples)
+            console.print(f"{name}: {gain}", highlight=False, soft_wrap=True)
     console.print(f"load at the end {os.getloadavg()[0]:.2f}", highlight=False)
 
 
