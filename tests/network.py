@@ -130,7 +130,8 @@ class Hub:
         return Deadlock(f"{how} (seed {self.seed}); the last words of those who wait: {waiting}")
 
     def _event(self):
-        ready = [c for c in self.comms.values() if not c.over and (not c.waiting or c.inbox)]
+        now = self.now
+        ready = [c for c in self.comms.values() if not c.over and c.asleep <= now and (not c.waiting or c.inbox)]
         while self._busy or ready:
             pick = self.random.randrange(len(self._busy) + len(ready))
             if pick >= len(self._busy):
@@ -156,13 +157,17 @@ class Hub:
         return False
 
     def _idle(self):
-        """Nothing is under way: whoever waits with a timeout waits no longer."""
-        deadlines = [c for c in self.comms.values() if not c.over and c.deadline is not None]
-        if not deadlines:
+        """Nothing is under way: whoever sleeps, or waits with a timeout, does so no longer."""
+        moments = [
+            (c.asleep if c.asleep > self.now else c.deadline, c.address)
+            for c in self.comms.values()
+            if not c.over and (c.asleep > self.now or c.deadline is not None)
+        ]
+        if not moments:
             raise self._stuck("nobody can go on")
-        first = min(deadlines, key=lambda c: c.deadline)
-        self.now = max(self.now, first.deadline)
-        self._go_on(first)
+        moment, address = min(moments)
+        self.now = max(self.now, moment)
+        self._go_on(self.comms[address])
 
     def _go_on(self, comm):
         comm.waiting = False
@@ -179,6 +184,7 @@ class MemoryComm:
         self.view, self.meter = hub.view, Meter()
         self.inbox, self.waiting, self.over, self.deadline = deque(), False, False, None
         self.greenlet, self.last, self.result = None, None, None
+        self.asleep = 0.0  # until then
         self._buffers, self._registered = {}, set()
 
     def now(self):
@@ -186,9 +192,8 @@ class MemoryComm:
 
     def sleep(self, seconds):
         """Lets others go on; letters wait."""
-        until = self.hub.now + seconds
-        while self.hub.now < until:
-            self.hub.comms[self.address].waiting = False
+        self.asleep = self.hub.now + seconds
+        while self.hub.now < self.asleep:
             self.hub_switch()
 
     def hub_switch(self):
