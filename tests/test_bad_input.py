@@ -24,7 +24,10 @@ import torch
 
 from torrential import checkpoint as checkpoints
 from torrential import cli, records
+from torrential.config import Recipe, Settings
 from torrential.data.deal import Deal
+from torrential.options import explain
+from torrential.strategies import STRATEGIES
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -186,6 +189,90 @@ def test_values_that_cannot_be_used(
     message = refused("train", "digits", *args, "--out", tmp_path / "out")
     assert [word for word in words if word not in message] == [], message
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("transport=foo",), "transport must be shared, unix or tcp (given: 'foo')"),
+        (("algorithm=rign",), "halving, blocks or tree (given: 'rign'); did you mean 'ring'?"),
+        (("schedule=foo",), "schedule must be constant, step, cosine or poly (given: 'foo')"),
+        (("scaling=cubic",), "scaling must be none, linear, sqrt or loss (given: 'cubic')"),
+        (("warmup_kind=sudden",), "warmup_kind must be gradual or constant (given: 'sudden')"),
+        (("layerwise=adam",), "layerwise must be none, lars or lamb (given: 'adam')"),
+        (("recipe=foo",), "recipe must be none or goyal (given: 'foo')"),
+        (("restart=perhaps",), "restart must be true or false (given: 'perhaps')"),
+        (("server=foo", "--strategy", "downpour"), "server must be adagrad or task (given: 'foo')"),
+        (("accumulate=0",), "accumulate must be a whole number of at least 1 (given: '0')"),
+        (("timeout=inf",), "timeout must be a number, and finite (given: 'inf')"),
+        (("milestones=0.5;0.7",), "milestones must be a list of numbers, as in 0.5,0.75 (given: '0.5;0.7')"),
+    ],
+)
+def test_a_wrong_value_comes_with_the_right_ones(args: tuple[str, ...], said: str, refused: Callable[..., str]) -> None:
+    assert said in " ".join(refused("train", "digits", "--set", *args).split())
+
+
+def test_nccl_without_gpus(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = ("train", "digits", "--workers", 2, "--set", "algorithm=nccl")
+    assert refused(*nccl) == ("NCCL needs a GPU for each worker (GPUs here: 0); use --set algorithm=native or auto\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "(GPUs here: 1); use" in refused(*nccl)
+    assert "(given: --device cpu); use" in refused(*nccl, "--device", "cpu")
+
+
+@pytest.mark.parametrize(("gpus", "library"), [(1, "Gloo"), (2, "NCCL")])
+def test_native_without_its_library(
+    gpus: int, library: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, f"is_{library.lower()}_available", lambda: False)
+    message = refused("train", "digits", "--workers", 2, "--set", "algorithm=native")
+    assert f"algorithm=native needs {library}" in message and "use --set algorithm=auto" in message
+
+
+@pytest.mark.parametrize(
+    ("task", "value", "words"),
+    [
+        ("digits", "half", ("list of start:scale", "'half'", "try 0:0.5,0.6:1")),
+        ("digits", "0:0.01", ("nothing of images of 8 × 8", "scale: 0.01", "at least 0.12")),
+        ("digits", "0:0.25,0.5:1", ("does not run on images of 2 × 2", "full size: 8 × 8", "leave resize out")),
+        ("digits-mlp", "0:0.5", ("does not run on images of 4 × 4", "RuntimeError", "use larger scales")),
+    ],
+)
+def test_resizing_that_cannot_be(task: str, value: str, words: tuple[str, ...], refused: Callable[..., str]) -> None:
+    message = refused("train", task, "--workers", 2, "--set", f"resize={value}")
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_resizing_what_is_no_image(refused: Callable[..., str], tmp_path: Path) -> None:
+    message = refused("train", write(tmp_path, f"{HEAD}task = make()\n"), "--set", "resize=0:0.5")
+    assert message.startswith("only images (N, C, H, W) can be resized (got shape (2, 3)); leave resizing out")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--batch-size", 1400), "(samples a step: 1400, samples: 1350); use --batch-size 1350"),
+        (("--workers", 4, "--batch-size", 400), "(samples a step: 1600, samples: 1350); use --batch-size 337"),
+        (("--set", "accumulate=2000"), "use --batch-size 1 and a smaller accumulate"),
+        (("--strategy", "downpour", "--set", "push_every=2000"), "use --batch-size 1 and a smaller push_every"),
+        (("--epochs", 10, "--set", "warmup=11"), "(warmup: 11 epochs, run: 10); use --set warmup=1"),
+        (("--set", "warmup=-1"), "(warmup: -1 epochs); use --set warmup=0"),
+        (
+            ("--epochs", 10, "--set", "warmup=5", "--set", "schedule=step"),
+            "before warm-up is over (warmup: 5 epochs, first milestone at 3.33); use --set warmup=1",
+        ),
+        (("--strategy", "ssp", "--set", "resize=0:0.5"), "ssp does not know resize; leave it out, or use"),
+        (
+            ("--strategy", "downpour", "--set", "layerwise=lars"),
+            "layerwise=lars would have no effect: servers of downpour have an optimizer of their own; add --set",
+        ),
+    ],
+)
+def test_recipes_that_cannot_be(args: tuple[object, ...], said: str, refused: Callable[..., str]) -> None:
+    assert said in refused("train", "digits", *args)
 
 
 def test_no_task_at_all(refused: Callable[..., str]) -> None:
@@ -390,6 +477,14 @@ def test_a_model_that_fails_in_one_worker_only(run_cli: Cli, tmp_path: Path) -> 
     assert "site-packages" not in message and "torrential/" not in message
 
 
+@pytest.mark.parametrize("strategy", ["allreduce", "ssp"])
+def test_a_rate_that_explodes_in_warm_up(strategy: str, run_cli: Cli, tmp_path: Path) -> None:
+    path = write(tmp_path, f"{HEAD}task = make(optimizer=tt.optimizer('sgd', lr=3e38))\n")
+    recipe = ("--strategy", strategy, "--set", "scaling=linear", "--set", "warmup=2")
+    message = one_message(train_two(run_cli, path, tmp_path / "out", *recipe), 1)
+    assert "the rate had come to" in message and "in warm-up; lengthen warmup, lower --lr" in message
+
+
 EPOCH_STEPS = SAMPLES // (2 * BATCH)
 
 TURNING_NAN = f"""{HEAD}
@@ -479,3 +574,24 @@ def test_too_little_shared_memory(
 def test_a_target_that_no_accuracy_can_reach(refused: Callable[..., str]) -> None:
     message = refused("train", "digits", "--target", "98")
     assert "98" in message and "between 0 and 1" in message
+
+
+# -- help -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_all_that_can_be_set_is_shown_and_explained(name: str, main_here: Callable[..., Ended]) -> None:
+    ended = main_here("strategies", name)
+    assert ended.code == 0 and ended.err == ""
+    shown = " ".join(ended.out.split())
+    options = [option for kind in (STRATEGIES[name], Settings, Recipe) for option in explain(kind)]
+    assert len(options) == len({option.name for option in options})
+    for option in options:
+        assert option.about and f"{option.about} " in f"{shown} ", option
+        default = f"={option.default}" if option.default else ""
+        assert f" {option.name}{default} " in shown
+        assert " | ".join(option.choices) in shown
+    assert "schedule=constant (constant | step | cosine | poly) What the rate does after warm-up. " in shown
+
+
+def test_help_says_where_options_are_explained(main_here: Callable[..., Ended]) -> None:
+    ended = main_here("train", "--help")
+    assert "torrential strategies NAME" in " ".join(ended.out.replace("│", " ").split())

@@ -56,7 +56,13 @@ def test_sizes_and_values() -> None:
     small = Resize.apply(images, 0.5)
     assert small.shape == (4, 3, 16, 8) and small.dtype == images.dtype
     assert Resize.apply(torch.full((1, 1, 9, 9), 0.25), 0.4).numpy() == pytest.approx(0.25)
-    assert Resize.apply(images, 0.01).shape == (4, 3, 1, 1)
+    assert Resize.apply(images, 1 / 16).shape == (4, 3, 2, 1)
+
+
+def test_nothing_left_of_an_image() -> None:
+    said = "nothing of images of 31 × 16 .scale: 0.03.; use scales of at least 0.062"
+    with pytest.raises(BadInput, match=said):
+        Resize.apply(torch.randn(4, 3, 31, 16), 0.03)
 
 
 def test_fine_patterns_are_averaged_away() -> None:

@@ -56,7 +56,11 @@ def train(
     device: Annotated[str | None, typer.Option(help="auto (the default), cpu or cuda.")] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="name=value: an option of strategy or world; see 'torrential strategies NAME'."),
+        typer.Option(
+            "--set",
+            help="name=value: an option of the strategy, the world or the recipe for large batches; "
+            "'torrential strategies NAME' shows and explains them all.",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the run; a fresh one under runs/ by default.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this directory.")] = None,
@@ -185,13 +189,10 @@ def tasks() -> None:
 
 @app.command()
 def strategies(name: Annotated[str | None, typer.Argument(help="Show one in full.")] = None) -> None:
-    """List the strategies, or the options and the idea of one."""
+    """List the strategies; with a NAME, the idea of one, and all that --set can set for it, explained."""
     import inspect
-    from typing import Literal, get_origin
 
-    import msgspec
-
-    from torrential.config import Settings
+    from torrential.config import Recipe, Settings
     from torrential.errors import UnknownName
     from torrential.strategies import STRATEGIES
 
@@ -203,13 +204,28 @@ def strategies(name: Annotated[str | None, typer.Argument(help="Show one in full
         raise UnknownName("strategy", name, STRATEGIES)
     kind = STRATEGIES[name]
     print(inspect.getdoc(sys.modules[kind.__module__]))
-    print("\nOptions (--set name=value):")
-    for field, default in zip(kind.__struct_fields__, kind.__struct_defaults__, strict=True):
-        print(f"  {field} = {default}")
-    print("\nOptions of the local world:")
-    for info in msgspec.structs.fields(Settings):
-        choices = getattr(info.type, "__args__", ()) if get_origin(info.type) is Literal else ()
-        print(f"  {info.name} = {info.default}" + (f"  ({' | '.join(choices)})" if choices else ""))
+    print("\nWhat can be set with --set name=value; shown with the default, if there is one.")
+    own = f"Of {name} alone" + ("." if kind.__struct_fields__ else ": nothing.")
+    for about, struct in ((own, kind), (inspect.getdoc(Settings), Settings), (inspect.getdoc(Recipe), Recipe)):
+        print(f"\n{about}")
+        _explain(struct)
+
+
+def _explain(struct: type[Any]) -> None:
+    """Print the options of a struct."""
+    import shutil
+    from textwrap import TextWrapper
+
+    from torrential.options import explain
+
+    width = max(40, min(100, shutil.get_terminal_size().columns))
+    head = TextWrapper(width, initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False)
+    body = TextWrapper(width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
+    for option in explain(struct):
+        default = f"={option.default}" if option.default else ""
+        choices = f"  ({' | '.join(option.choices)})" if option.choices else ""
+        print(head.fill(f"{option.name}{default}{choices}"))
+        print(body.fill(option.about))
 
 
 @app.callback(invoke_without_command=True)

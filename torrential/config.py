@@ -13,10 +13,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     transport: Literal["shared", "unix", "tcp"] = "shared"
     """What carries data between workers on this host."""
     algorithm: Literal[
-        "auto", "shared", "native", "hierarchical", "naive", "direct", "ring", "halving", "blocks", "tree"
+        "auto", "shared", "native", "nccl", "hierarchical", "naive", "direct", "ring", "halving", "blocks", "tree"
     ] = "auto"
     """How gradients are added up: in shared memory, by messages (direct, ring, ...), both (hierarchical), or by
-    torch.distributed (native); auto is what fits the transport. What sends messages makes transport=shared unix."""
+    torch.distributed (native: NCCL where each worker has its own GPU, else Gloo; nccl: that or nothing); auto is what
+    fits the transport. What sends messages makes transport=shared unix."""
     hosts: int = 1
     """How many hosts to pretend: workers are dealt to them in blocks of ranks; only for algorithm=hierarchical."""
     threads: int | None = None
@@ -37,7 +38,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How to train with large batches, piece by piece; works with any strategy. All off by default."""
+    """How to train with large batches, piece by piece; all off by default. Works with any strategy, except that grow,
+    resize and scaling=loss need allreduce."""
 
     recipe: Literal["none", "goyal"] = "none"
     """A whole recipe at once, to which single options below are exceptions: goyal is "Accurate, Large Minibatch SGD"

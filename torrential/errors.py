@@ -21,6 +21,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+FEW = 12  # names that are read at a glance
+
 
 class TorrentialError(Exception):
     """Base of all errors raised on purpose; the command line prints its message and no traceback."""
@@ -33,13 +35,15 @@ class BadInput(TorrentialError):
 
 
 class UnknownName(BadInput):
-    """No such task, strategy or option."""
+    """No such task, strategy or option. Offers the nearest, and all of them if there is none or there are few."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
-        super().__init__(f"no {kind} named {name!r}; {hint}")
+        hints = [f"did you mean {near[0]!r}?"] if near else []
+        if not near or len(names) <= FEW:
+            hints.append(f"known: {', '.join(names)}")
+        super().__init__(f"no {kind} named {name!r}; {' '.join(hints)}")
 
 
 class TaskFailed(TorrentialError):

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torrential import checkpoint as checkpoints
@@ -24,6 +25,7 @@ from torrential.data.resize import Resize
 from torrential.errors import BadInput, TaskFailed, UnknownName
 from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe
 from torrential.optim.schedule import schedule_of
+from torrential.options import make
 from torrential.records import Evaluation, Summary
 from torrential.strategies import STRATEGIES, make_strategy
 from torrential.strategies.base import Strategy
@@ -32,6 +34,8 @@ from torrential.tasks import load_task
 from torrential.trainer.slow import Slow
 from torrential.version import __version__
 from torrential.worlds.base import Job
+
+Sample = tuple[Any, Any]  # a few inputs and their targets
 
 _held: dict[Path, int] = {}  # directories of runs under way in this process, locked
 
@@ -77,8 +81,10 @@ def prepare(asked: Request, out: Path | None) -> Job:
             f"more workers than training samples (workers: {asked.workers}, samples: {samples}); "
             f"use --workers {samples}"
         )
-    model = _try_once(task)
+    model, sample = _try_once(task)
+    device = _device(asked.device)
     servers = _servers(asked, strategy, settings, model)
+    settings = _check_native(settings, device, asked.workers)
     Slow.parse(settings.slow, asked.workers)
     config = RunConfig(
         task=task.name,
@@ -96,12 +102,12 @@ def prepare(asked: Request, out: Path | None) -> Job:
         lr=task.optimizer.lr,
         optimizer=task.optimizer.describe(),
         seed=asked.seed,
-        device=_device(asked.device),
+        device=device,
         settings=settings,
         recipe=recipe,
         base_batch=recipe.base_batch or asked.task.batch_size,
     )
-    changes = _check_recipe(config, strategy, task, model)
+    changes = _check_recipe(config, strategy, task, model, sample)
     directory = records.create_run_directory(out or _fresh_directory(task.name, asked.strategy))
     versions, hardware = records.describe_machine()
     manifest = records.Manifest(
@@ -142,19 +148,50 @@ def _servers(asked: Request, strategy: Strategy, settings: Settings, model: nn.M
     return servers
 
 
-def _check_recipe(config: RunConfig, strategy: Strategy, task: Task, model: nn.Module) -> str:
+def _check_recipe(config: RunConfig, strategy: Strategy, task: Task, model: nn.Module, sample: Sample) -> str:
     """Refuse what cannot work; say in one line what the recipe changes."""
+    recipe = config.recipe
     joined = strategy.joined(config.workers, config.batch_size)
     if joined > config.samples:
+        fits = config.samples * config.batch_size // joined
+        several = "push_every" if strategy.served else "accumulate"
         raise BadInput(
-            f"the joined batch is larger than the training set (workers × batch size × accumulate: {joined}, "
-            f"samples: {config.samples}); use --batch-size {max(1, config.samples * config.batch_size // joined)}"
+            f"the joined batch is larger than the training set (samples a step: {joined}, samples: {config.samples}); "
+            f"use --batch-size {fits or 1}" + ("" if fits else f" and a smaller {several}")
         )
     schedule = schedule_of(config, joined)
-    if config.recipe.resize is not None:
-        Resize.parse(config.recipe.resize)
-    adapt_optimizer(config.recipe, task.optimizer, model)
-    return describe(config.recipe, schedule, joined, adapt_model(config.recipe, model))
+    given = {"resize": recipe.resize is not None, "grow": recipe.grow, "scaling=loss": recipe.scaling == "loss"}
+    if strategy.served and any(given.values()):
+        wrong = " and ".join(name for name, is_given in given.items() if is_given)
+        raise BadInput(f"{config.strategy} does not know {wrong}; leave it out, or use --strategy allreduce")
+    adapted = adapt_optimizer(recipe, task.optimizer, model)
+    if recipe.layerwise != "none" and strategy.optimizer(adapted).kind is not adapted.kind:
+        raise BadInput(
+            f"layerwise={recipe.layerwise} would have no effect: servers of {config.strategy} have an optimizer of "
+            "their own; add --set server=task"
+        )
+    model = adapt_model(recipe, model)
+    if recipe.resize is not None:
+        _try_resized(Resize.parse(recipe.resize), task, model, sample)
+    return describe(recipe, schedule, joined, model)
+
+
+def _try_resized(resize: Resize, task: Task, model: nn.Module, sample: Sample) -> None:
+    """At every size that is to come."""
+    inputs, targets = sample
+    for scale in sorted({scale for _, scale in resize.stages}):
+        small = resize.apply(inputs, scale)
+        if small is inputs:
+            continue
+        try:
+            with torch.no_grad():
+                task.loss(model(small), targets)
+        except Exception as error:
+            (height, width), full = small.shape[2:], inputs.shape[2:]
+            raise BadInput(
+                f"the model does not run on images of {height} × {width} (resize={resize}, full size: {full[0]} × "
+                f"{full[1]}): {type(error).__name__}: {error}; use larger scales, or leave resize out"
+            ) from error
 
 
 def prepare_resume(directory: Path, task: Task | None = None) -> Job:
@@ -258,15 +295,12 @@ def _split_options(name: str, options: dict[str, Any]) -> tuple[Strategy, Settin
         if option not in (*of_strategy, *of_world, *of_recipe):
             raise UnknownName("option", option, (*of_strategy, *of_world, *of_recipe))
     strategy = make_strategy(name, {k: v for k, v in options.items() if k in of_strategy})
-    try:
-        settings = msgspec.convert({k: v for k, v in options.items() if k in of_world}, Settings, strict=False)
-    except msgspec.ValidationError as error:
-        raise BadInput(f"bad option: {error} (given: {options})") from error
+    settings = make(Settings, {k: v for k, v in options.items() if k in of_world})
     for option in ("threads", "evaluate_every", "timeout", "hosts"):
         value = getattr(settings, option)
         if value is not None and value <= 0:
             raise BadInput(f"{option} must be above zero (given: {value})")
-    by_messages = settings.algorithm not in ("auto", "shared", "native")
+    by_messages = settings.algorithm not in ("auto", "shared", "native", "nccl")
     if settings.transport == "shared" and (by_messages or not futex.supported()):
         settings = msgspec.structs.replace(settings, transport="unix")  # flags in memory need x86-64 on Linux
     if settings.algorithm == "hierarchical" and not futex.supported():
@@ -280,8 +314,26 @@ def _split_options(name: str, options: dict[str, Any]) -> tuple[Strategy, Settin
     return strategy, settings, make_recipe({k: v for k, v in options.items() if k in of_recipe})
 
 
-def _try_once(task: Task) -> nn.Module:
-    """Run one sample through model and loss, so that what does not fit together is known before anything starts."""
+def _check_native(settings: Settings, device: str, workers: int) -> Settings:
+    """What torch.distributed does needs its libraries, and NCCL a GPU for each worker. From here on nccl is native."""
+    if settings.algorithm not in ("native", "nccl"):
+        return settings
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    own_gpus = device == "cuda" and workers <= gpus
+    if settings.algorithm == "nccl" and not own_gpus:
+        here = f"GPUs here: {gpus}" if device == "cuda" or not gpus else f"given: --device {device}"
+        raise BadInput(f"NCCL needs a GPU for each worker ({here}); use --set algorithm=native or auto")
+    library, built = ("NCCL", dist.is_nccl_available()) if own_gpus else ("Gloo", dist.is_gloo_available())
+    if not built:
+        raise BadInput(
+            f"algorithm={settings.algorithm} needs {library}, which this torch was built without; "
+            "use --set algorithm=auto"
+        )
+    return msgspec.structs.replace(settings, algorithm="native")
+
+
+def _try_once(task: Task) -> tuple[nn.Module, Sample]:
+    """Run two samples through model and loss, so that what does not fit together is known before anything starts."""
     try:
         inputs, targets = Batches(task.train).fetch(torch.arange(min(2, len(task.train))))  # type: ignore[arg-type]
     except BadInput:
@@ -308,7 +360,7 @@ def _try_once(task: Task) -> nn.Module:
         ) from error
     if not torch.is_tensor(loss) or loss.numel() != 1:
         raise TaskFailed(f"the task's loss must return one number, the mean over the batch (it returned {loss!r})")
-    return model
+    return model, (inputs, targets)
 
 
 def _device(asked: str) -> str:

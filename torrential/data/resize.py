@@ -59,7 +59,13 @@ class Resize:
             raise BadInput(f"only images (N, C, H, W) can be resized (got {got}); leave resizing out")
         if scale == 1:
             return inputs
-        height, width = (max(1, round(side * scale)) for side in inputs.shape[2:])
+        full = inputs.shape[2:]
+        sides = [round(side * scale) for side in full]
+        if not all(sides):
+            raise BadInput(
+                f"resizing would leave nothing of images of {full[0]} × {full[1]} (scale: {scale:g}); "
+                f"use scales of at least {1 / min(full):.2g}"
+            )
         if inputs.is_floating_point():
-            return F.interpolate(inputs, (height, width), mode="bilinear", antialias=True)
-        return F.interpolate(inputs.float(), (height, width), mode="bilinear", antialias=True).round().to(inputs.dtype)
+            return F.interpolate(inputs, sides, mode="bilinear", antialias=True)
+        return F.interpolate(inputs.float(), sides, mode="bilinear", antialias=True).round().to(inputs.dtype)

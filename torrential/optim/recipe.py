@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
 from torrential.config import Recipe
-from torrential.errors import BadInput, UnknownName
+from torrential.errors import BadInput
 from torrential.optim.lamb import LAMB
 from torrential.optim.lars import LARS
 from torrential.optim.norms import exempt, ghost, zero_last_gamma
 from torrential.optim.schedule import Schedule
+from torrential.options import make
 from torrential.task import OptimizerSpec
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -31,16 +31,7 @@ _LAYERWISE = {"lars": (torch.optim.SGD, LARS), "lamb": (torch.optim.Adam, LAMB)}
 
 def make_recipe(options: dict[str, Any]) -> Recipe:
     """From options, which may come as text: what the named recipe says, except where an option says otherwise."""
-    name = options.get("recipe", "none")
-    if name not in RECIPES:
-        raise UnknownName("recipe", str(name), RECIPES)
-    given = dict(options)
-    if isinstance(given.get("milestones"), str | int | float):
-        given["milestones"] = str(given["milestones"]).split(",")
-    try:
-        recipe = msgspec.convert(RECIPES[name] | given, Recipe, strict=False)
-    except msgspec.ValidationError as error:
-        raise BadInput(f"bad option of the recipe: {error} (given: {options})") from error
+    recipe = make(Recipe, RECIPES[make(Recipe, options).recipe] | options)
     for option in ("base_batch", "ghost", "trust"):
         value = getattr(recipe, option)
         if value is not None and value <= 0:

@@ -108,6 +108,14 @@ class Schedule:
             grown *= times
         return grown
 
+    def remedy(self, seen: int, rate: float) -> str:
+        """What to do about a loss that is no number, after so many samples and with this rate."""
+        if seen < self.warmup:
+            return (
+                f"the rate had come to {rate:.3g} in warm-up; lengthen warmup, lower --lr or use fewer samples a step"
+            )
+        return f"the rate was {rate:.3g}; lower --lr or clip with clip_norm"
+
 
 def schedule_of(config: RunConfig, joined: int) -> Schedule:
     """Of a run whose steps take `joined` samples."""

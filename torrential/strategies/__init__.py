@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
-from torrential.errors import BadInput, UnknownName
+from torrential.errors import UnknownName
+from torrential.options import make
 from torrential.strategies.allreduce import AllReduce
 from torrential.strategies.backup import Backup
 from torrential.strategies.base import Strategy
@@ -25,7 +24,4 @@ def make_strategy(name: str, options: dict[str, Any]) -> Strategy:
     for option in options:
         if option not in kind.__struct_fields__:
             raise UnknownName(f"option of {name}", option, kind.__struct_fields__)
-    try:
-        return msgspec.convert(options, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise BadInput(f"bad option for {name}: {error} (given: {options})") from error
+    return make(kind, options)

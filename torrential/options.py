@@ -1,0 +1,106 @@
+"""Options are fields of frozen structs (config.py, strategies): made from what a user gave, explained for one to read.
+
+make(Recipe, {"schedule": "foo"})    schedule must be constant, step, cosine or poly (given: 'foo')
+explain(Recipe)                      names, choices and defaults, and what the string below each field says
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import itertools
+import math
+import textwrap
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+
+import msgspec
+from msgspec.inspect import FloatType, IntType, NoneType, Type, UnionType, VarTupleType, type_info
+
+from torrential.errors import BadInput
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+# -- from what a user gave --------------------------------------------------------------------------------------------
+def make(kind: type[S], given: dict[str, Any]) -> S:
+    """A struct of options, whose values may come as text. The first that cannot be used is refused."""
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    return kind(**{name: _convert(name, value, types[name]) for name, value in given.items()})
+
+
+def _convert(name: str, given: Any, kind: Any) -> Any:
+    a_list = isinstance(_type(kind), VarTupleType) and isinstance(given, str | int | float)
+    try:
+        value = msgspec.convert(str(given).split(",") if a_list else given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        near = difflib.get_close_matches(str(given), _choices(kind), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise BadInput(f"{name} must be {_wanted(kind)} (given: {given!r}){hint}") from error
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, float) and not math.isfinite(number):
+            raise BadInput(f"{name} must be {_wanted(kind)}, and finite (given: {given!r})")
+    return value
+
+
+def _type(kind: Any) -> Type:
+    """Of a field; where it may be left out, of what it is if it is not."""
+    info = type_info(kind)
+    if isinstance(info, UnionType):
+        (info,) = (one for one in info.types if not isinstance(one, NoneType))
+    return info
+
+
+def _choices(kind: Any) -> list[str]:
+    if kind is bool:
+        return ["true", "false"]
+    named = [get_args(part) for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    return [str(choice) for choices in named for choice in choices]
+
+
+def _wanted(kind: Any) -> str:
+    if choices := _choices(kind):
+        return f"{', '.join(choices[:-1])} or {choices[-1]}"
+    match _type(kind):
+        case IntType(ge=least):
+            return "a whole number" + ("" if least is None else f" of at least {least}")
+        case FloatType():
+            return "a number"
+        case VarTupleType():
+            return "a list of numbers, as in 0.5,0.75"
+    return "text"
+
+
+# -- for a user to read -----------------------------------------------------------------------------------------------
+class Option(NamedTuple):
+    name: str
+    default: str  # as it would be given; empty: none
+    choices: list[str]  # empty: not just a few
+    about: str
+
+
+def explain(kind: type[msgspec.Struct]) -> Iterator[Option]:
+    """Every option of a struct, with the string that stands below it in the source."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    about: dict[str, str] = {}
+    for pair in itertools.pairwise(tree.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                about[name] = " ".join(text.split())
+    for field in msgspec.structs.fields(kind):
+        yield Option(field.name, _text(field.default), _choices(field.type), about.get(field.name, ""))
+
+
+def _text(default: Any) -> str:
+    match default:
+        case None:
+            return ""
+        case bool():
+            return str(default).lower()
+        case float():
+            return f"{default:g}"
+        case tuple():
+            return ",".join(f"{number:.3g}" for number in default)
+    return str(default)
