@@ -62,6 +62,7 @@ class ServedWorker:
         self._staleness: Counter[int] = Counter()
         self._dropped = 0
         self._loss = math.nan
+        self._rate = config.lr  # of this worker's last push
         self.used: list[int] | None = None
 
     # -- taking part --------------------------------------------------------------------------------------------
@@ -106,7 +107,8 @@ class ServedWorker:
         (outcome if weight == 1.0 else outcome * weight).backward()
         loss = float(outcome.detach())
         if not math.isfinite(loss):
-            raise NonFiniteLoss(self.step + 1, self.comm.rank, loss, "lower --lr or clip with clip_norm")
+            remedy = self._schedule.remedy(self._place(batch), self._rate)
+            raise NonFiniteLoss(self.step + 1, self.comm.rank, loss, remedy)
         if after is not None:
             after.wait()
         self._collect()
@@ -136,7 +138,12 @@ class ServedWorker:
             self.gradient *= min(1.0, self.task.clip_norm / (norm + 1e-6))
 
     def rate(self, batch: Batch, joined: int) -> float:
-        return self._schedule.rate(batch.epoch * self.config.samples + batch.first, joined)
+        self._rate = self._schedule.rate(self._place(batch), joined)
+        return self._rate
+
+    def _place(self, batch: Batch) -> int:
+        """In the run: samples dealt out before this batch's."""
+        return batch.epoch * self.config.samples + batch.first
 
     def exchange(self, batch: Batch, clock: int, rate: float) -> Answer:
         gradient = self.gradient if len(batch.indices) else None
@@ -152,7 +159,7 @@ class ServedWorker:
         if not len(batch.indices):
             return
         self._loss, self._epoch = loss, batch.epoch
-        self._samples = batch.epoch * self.config.samples + batch.first + len(batch.indices)
+        self._samples = self._place(batch) + len(batch.indices)
         if self._recorder.due(self.comm.now()):
             self._record()
         if self.comm.rank == self.comm.view.workers[0]:

@@ -203,22 +203,14 @@ class Worker:
         votes = self.ballot.wait()  # (members, _FIRST + entries)
         for rank, loss in zip(self.comm.members, votes[:, _LOSS].tolist(), strict=True):
             if not math.isfinite(loss):
-                raise NonFiniteLoss(self.step + 1, rank, loss, self._remedy())
+                rate = self._schedule.rate(self.samples, self._joined)
+                raise NonFiniteLoss(self.step + 1, rank, loss, self._schedule.remedy(self.samples, rate))
         loss, samples, square, stop, *used = votes.sum(0).tolist()
         scale = self._schedule.loss_scale(self._joined)
         if self.task.clip_norm is not None:
             scale = min(scale, self.task.clip_norm / (math.sqrt(square) + 1e-6))
         rate = self._schedule.rate(self.samples, self._joined)
         return Decision(Update(rate, scale, tuple(u > 0 for u in used)), loss / samples, int(samples), stop > 0)
-
-    def _remedy(self) -> str:
-        """What to do about a loss that is no number."""
-        rate = self._schedule.rate(self.samples, self._joined)
-        if self.samples < self._schedule.warmup:
-            return (
-                f"the rate had come to {rate:.3g} in warm-up; lengthen warmup, lower --lr or use fewer samples a step"
-            )
-        return f"the rate was {rate:.3g}; lower --lr or clip with clip_norm"
 
     def advance(self, decision: Decision) -> None:
         self.ballot, self._buffers_before = None, []
