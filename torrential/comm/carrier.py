@@ -8,7 +8,6 @@ only `wait` blocks.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -71,18 +70,18 @@ class Carrier:
         return self._issued
 
     def launch(self, operation: Operation) -> Operation:
-        start = time.perf_counter()
+        start = self.meter.clock()
         operation.start()
         self._queue.append(operation)
         self._advance()
-        self.meter.communicate += time.perf_counter() - start
+        self.meter.communicate += self.meter.clock() - start
         return operation
 
     def progress(self) -> None:
         if self._queue:
-            start = time.perf_counter()
+            start = self.meter.clock()
             self._advance()
-            self.meter.communicate += time.perf_counter() - start
+            self.meter.communicate += self.meter.clock() - start
 
     def _advance(self) -> None:
         while self._queue and self._queue[0].advance():
@@ -92,7 +91,7 @@ class Carrier:
         if operation.done():
             return
         limit = self.timeout if timeout is None else timeout
-        began = now = time.perf_counter()
+        began = now = self.meter.clock()
         while not operation.finished:
             self.check()
             head = self._queue[0]
@@ -102,11 +101,11 @@ class Carrier:
                 self.overdue(head, now - began)
                 limit += self.timeout
             self.rest(head, now - began)
-            now = time.perf_counter()
+            now = self.meter.clock()
             before = self.meter.communicate
             self.progress()
             self.meter.wait -= self.meter.communicate - before  # work done while waiting is not waiting
-        self.meter.wait += time.perf_counter() - began
+        self.meter.wait += self.meter.clock() - began
 
     def rest(self, head: Operation, waited: float) -> None:
         """Sleep until `head` may be able to go on, a few milliseconds at the most."""

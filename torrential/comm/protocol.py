@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, dtype
 
 if TYPE_CHECKING:
     from torrential.server.messages import View
+
+T = TypeVar("T")
 
 SERVERS = 1 << 16  # the address of server 0
 
@@ -50,6 +52,7 @@ class Mail(Protocol):
     address: int
     view: View  # the newest known; a change also arrives as a letter
     shares_memory: bool
+    resend: float | None  # seconds of silence after which to ask again; None where only the dead lose letters
     meter: Meter
 
     def now(self) -> float:
@@ -82,6 +85,12 @@ class Comm(Mail, Protocol):
     rank: int
     members: tuple[int, ...]
     generation: int
+
+    def compute(self, samples: int, work: Callable[[], T]) -> T:
+        """Forward and backward over so many samples. Where time is simulated it takes what it takes there."""
+
+    def reached(self, share: float, then: Callable[[], None]) -> None:
+        """From within `work`, when this share of it is done: do `then`. Where time is simulated: when it has come."""
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         """Sum over the members, in place; the same bits everywhere."""

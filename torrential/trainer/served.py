@@ -67,7 +67,13 @@ class ServedWorker:
 
     # -- taking part --------------------------------------------------------------------------------------------
     def begin(self) -> int:
-        self.params = Client(self.comm, self.vector.numel(), self.vector.dtype, timeout=self.config.settings.timeout)
+        self.params = Client(
+            self.comm,
+            self.vector.numel(),
+            self.vector.dtype,
+            timeout=self.config.settings.timeout,
+            resend=self.comm.resend,
+        )
         clock = self.params.enter()
         self.params.get(self.vector).wait()
         return clock
@@ -84,7 +90,7 @@ class ServedWorker:
             return None
         first, last = answer.indices
         indices = order(self.config.samples, self.config.seed, answer.epoch)[first:last]
-        return Batch(answer.lease, answer.epoch, first, indices, answer.total or last - first)
+        return Batch(answer.lease, answer.epoch, first, indices, answer.total or max(1, last - first))
 
     def leave(self) -> None:
         self.params.wait()
@@ -101,11 +107,7 @@ class ServedWorker:
         self._load()
         for parameter in self._parameters:
             parameter.grad = None
-        seed_all(self.device, self.config.seed, 1, batch.epoch, batch.first)
-        inputs, targets = self._batches.fetch(batch.indices)
-        outcome = self.task.loss(self.model(inputs), targets)
-        (outcome if weight == 1.0 else outcome * weight).backward()
-        loss = float(outcome.detach())
+        loss = self.comm.compute(len(batch.indices), lambda: self._work(batch, weight))
         if not math.isfinite(loss):
             remedy = self._schedule.remedy(self._place(batch), self._rate)
             raise NonFiniteLoss(self.step + 1, self.comm.rank, loss, remedy)
@@ -114,6 +116,13 @@ class ServedWorker:
         self._collect()
         self._brake.hold(began)
         return loss
+
+    def _work(self, batch: Batch, weight: float) -> float:
+        seed_all(self.device, self.config.seed, 1, batch.epoch, batch.first)
+        inputs, targets = self._batches.fetch(batch.indices)
+        outcome = self.task.loss(self.model(inputs), targets)
+        (outcome if weight == 1.0 else outcome * weight).backward()
+        return float(outcome.detach())
 
     def _load(self) -> None:
         if self._apart:

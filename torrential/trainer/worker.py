@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -55,6 +56,8 @@ class Worker:
         self.layout = plan(self.model, strategy.bucket_bytes)
         self._parameters = gradients(self.model, self.layout)
         self._watch = BackwardWatch(self._parameters, self.layout)
+        sizes = [sum(e.shape.numel() for e in bucket.entries) for bucket in self.layout.buckets]
+        self._done_by = [done / sum(sizes) for done in itertools.accumulate(sizes)]  # share of backward, by bucket
         self._brake = Brake(config, comm)
         self._recorder = Recorder(comm, outlet)
         spec = adapt_optimizer(self._recipe, task.optimizer.with_lr(config.lr), self.model)
@@ -173,9 +176,20 @@ class Worker:
         began = self.comm.now()
         for parameter in self._parameters:
             parameter.grad = None
-        self._watch.begin(ready)
+        parts = max(1, len(share.micro_batches))
+
+        def announce(bucket: Bucket) -> None:
+            done = (parts - 1 + (1 + 2 * self._done_by[bucket.index]) / 3) / parts  # forward is a third
+            self.comm.reached(done, lambda: ready(bucket))
+
+        self._watch.begin(announce)
         if len(self.comm.members) > 1:
             self._buffers_before = [b.clone() for b in buffers_of(self.model).values()]
+        total = self.comm.compute(len(share.indices), lambda: self._work(share))
+        self._brake.hold(began)
+        return total
+
+    def _work(self, share: Share) -> float:
         total = 0.0
         for number, indices in enumerate(share.micro_batches):
             seed_all(self.device, self.config.seed, 1, self.step, share.first + number)
@@ -189,7 +203,6 @@ class Worker:
             (loss if weight == 1.0 else loss * weight).backward()
             total += float(loss.detach()) * len(indices)
         self._watch.end()
-        self._brake.hold(began)
         return total
 
     def vote(self, share: Share, loss: float) -> None:

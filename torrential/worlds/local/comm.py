@@ -29,6 +29,7 @@ from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, Link
 from torrential.worlds.local.mail import LocalMail
 
+T = TypeVar("T")
 W = TypeVar("W", m.Go, m.AllStopped)
 
 
@@ -77,6 +78,13 @@ class LocalComm(LocalMail):
 
     def _mail(self, rank: int) -> Tensor:
         return self._buffers.get("mail", 2 * MAIL_BYTES, torch.uint8, rank).view(2, MAIL_BYTES)
+
+    # -- computing ----------------------------------------------------------------------------------------------
+    def compute(self, samples: int, work: Callable[[], T]) -> T:
+        return work()
+
+    def reached(self, share: float, then: Callable[[], None]) -> None:
+        then()
 
     # -- collectives --------------------------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor) -> Handle:

@@ -40,6 +40,8 @@ def open_post(spawn: Spawn) -> Post | None:
 class LocalMail:
     """Implements comm.protocol.Mail."""
 
+    resend: float | None = None
+
     def __init__(self, address: int, link: Link, buffers: Buffers, post: Post | None, shares_memory: bool) -> None:
         self.address, self._link, self._buffers, self._post = address, link, buffers, post
         self.shares_memory = shares_memory

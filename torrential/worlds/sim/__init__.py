@@ -1,0 +1,1 @@
+"""The simulated world: real gradients, virtual time."""

@@ -1,0 +1,218 @@
+"""The cluster that is simulated: hosts, how fast they compute, what joins them, and what goes wrong.
+
+    [compute]                               seconds of one worker
+    seconds_per_sample = 0.001
+    [network]                               every host has one NIC, which its transfers share
+    latency = 50e-6
+    bandwidth = 1.25e9
+    [[stragglers]]
+    worker = 3
+    factor = 4.0
+    [[faults]]
+    kind = "crash"
+    worker = 2
+    at = 12.5
+
+Everything has a default; numbers are in seconds, bytes and bytes per second.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from torrential.errors import BadInput
+
+Seconds = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Number = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
+
+
+class Compute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long a batch takes."""
+
+    seconds_per_sample: Positive | Literal["measure"] = "measure"
+    """Of forward and backward together; "measure": as on this machine, with one thread."""
+    seconds_per_step: Seconds = 0.0
+    """In addition, whatever the batch."""
+    spread: Literal["none", "lognormal", "exponential", "pareto"] = "none"
+    """Of the time from step to step, around the same mean."""
+    shape: Positive = 0.3
+    """Of the spread: sigma of lognormal; the exponent of pareto, above 1."""
+
+    def __post_init__(self) -> None:
+        if self.spread == "pareto" and self.shape <= 1:
+            raise BadInput(f"a pareto spread has a mean for exponents above 1 only (shape: {self.shape}); try 2.5")
+
+
+class Network(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    latency: Seconds = 50e-6
+    """From one host to another."""
+    bandwidth: Positive = 1.25e9
+    """Of a host's NIC, in each direction."""
+    inside_latency: Seconds = 5e-6
+    inside_bandwidth: Positive = 5e9
+    """Between two roles of one host, of each role."""
+    handling: Seconds = 2e-10
+    """Seconds per byte that whoever receives takes to deal with it: a server to apply it, a worker to copy it."""
+
+
+class Straggler(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Slow for good, or now and then."""
+
+    worker: Number | None = None
+    """None: every worker."""
+    factor: Annotated[float, Meta(ge=1)] = 4.0
+    every: Count | None = None
+    """Once in so many steps, drawn by the seed; None: always."""
+
+
+class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    kind: Literal["crash", "partition", "slow-link"]
+    at: Seconds
+    """When it begins."""
+    worker: Number | None = None
+    server: Number | None = None
+    hosts: tuple[Number, ...] = ()
+    """Of a partition or slow link: these hosts on one side, all others on the other."""
+    lasts: Positive | None = None
+    """Seconds until it is over: a crashed role starts again, a partition heals; None: never."""
+    delay: Seconds = 0.0
+    """Of a slow link: what is added to every message across it."""
+
+    def __post_init__(self) -> None:
+        crash = self.kind == "crash"
+        if crash and (self.worker is None) == (self.server is None):
+            raise BadInput("a crash is of one worker or one server; give worker = N or server = N")
+        if not crash and not self.hosts:
+            raise BadInput(f"a {self.kind} needs the hosts on one side of it; give hosts = [0, 1]")
+        if self.kind == "slow-link" and not self.delay:
+            raise BadInput("a slow link needs a delay; give delay = 0.01")
+
+
+class Accidents(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Faults by chance, drawn by the seed."""
+
+    mean_time_between_crashes: Positive | None = None
+    """Of each worker."""
+    server_mean_time_between_crashes: Positive | None = None
+    restart_after: Positive | None = 10.0
+    """None: whoever crashes by chance stays away."""
+    loss: Share = 0.0
+    """Of letters between workers and servers, which are then sent again."""
+    duplication: Share = 0.0
+    delay: Seconds = 0.0
+    """The most that a letter is held up; each by its own amount."""
+
+
+class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str = "cluster"
+    hosts: Count | None = None
+    """By default as many as the workers need."""
+    workers_per_host: Count = 1
+    servers_apart: bool = False
+    """Whether servers have hosts of their own, after those of the workers; else they are spread over the workers'."""
+    compute: Compute = Compute()
+    network: Network = Network()
+    stragglers: tuple[Straggler, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    accidents: Accidents = Accidents()
+    detection: Seconds = 0.5
+    """Seconds until a death is noticed."""
+
+    def check(self, workers: int, servers: int) -> None:
+        """Whether these roles fit here."""
+        needed = self._worker_hosts(workers) + (servers if self.servers_apart else 0)
+        if self.hosts is not None and needed > self.hosts:
+            raise BadInput(
+                f"{self.name} is too small (hosts: {self.hosts}; {workers} workers at {self.workers_per_host} per host "
+                f"{f'and {servers} servers apart ' if self.servers_apart else ''}need {needed}); use fewer workers"
+            )
+        for what, numbers, most in (
+            ("worker", [s.worker for s in self.stragglers] + [f.worker for f in self.faults], workers),
+            ("server", [f.server for f in self.faults], servers),
+            ("host", [h for f in self.faults for h in f.hosts], self.hosts_of(workers, servers)),
+        ):
+            for number in numbers:
+                if number is not None and number >= most:
+                    raise BadInput(f"{self.name} names {what} {number}, but there are {most} (numbered from 0)")
+
+    def hosts_of(self, workers: int, servers: int) -> int:
+        return self.hosts or self._worker_hosts(workers) + (servers if self.servers_apart else 0)
+
+    def _worker_hosts(self, workers: int) -> int:
+        return -(-workers // self.workers_per_host)
+
+    def host_of_worker(self, rank: int) -> int:
+        return rank // self.workers_per_host
+
+    def host_of_server(self, number: int, workers: int, servers: int) -> int:
+        used = self._worker_hosts(workers)
+        return used + number if self.servers_apart else number * used // servers
+
+    def factor(self, seed: int, worker: int, batch: int) -> float:
+        """By which a worker's batch takes longer than seconds_per_sample says."""
+        compute, factor = self.compute, 1.0
+        if compute.spread != "none":
+            factor = _spread(compute, Random(f"spread {seed} {worker} {batch}"))
+        for number, straggler in enumerate(self.stragglers):
+            if straggler.worker in (None, worker) and _slow_now(straggler, f"{number} {seed} {worker}", batch):
+                factor *= straggler.factor
+        return factor
+
+
+def _spread(compute: Compute, random: Random) -> float:
+    match compute.spread:
+        case "lognormal":
+            return random.lognormvariate(-(compute.shape**2) / 2, compute.shape)
+        case "exponential":
+            return random.expovariate(1.0)
+        case _:
+            return random.paretovariate(compute.shape) * (compute.shape - 1) / compute.shape
+
+
+def _slow_now(straggler: Straggler, key: str, batch: int) -> bool:
+    if straggler.every is None:
+        return True
+    block, place = divmod(batch, straggler.every)
+    return Random(f"slow {key} {block}").randrange(straggler.every) == place
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+def load_cluster(path: Path) -> Cluster:
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}; give a TOML file with --cluster") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is no TOML: {error}") from error
+    return make_cluster({"name": path.stem} | table, str(path))
+
+
+def make_cluster(table: dict[str, Any], where: str = "the cluster") -> Cluster:
+    odd = next(_not_finite(table), None)
+    if odd is not None:
+        raise BadInput(f"{where}: {odd} is no number that can be used; give a finite one")
+    try:
+        return msgspec.convert(table, Cluster)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"{where}: {error}") from error
+
+
+def _not_finite(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _not_finite(item)
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield value

@@ -1,0 +1,152 @@
+"""Comm for a worker of the simulated world: the shipped collectives over simulated messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+from torch import Tensor
+
+from torrential.comm.outbox import Outgoing
+from torrential.comm.protocol import Handle, Part, Standing
+from torrential.comm.scheduled import ScheduledCarrier
+from torrential.comm.schedules import ALGORITHMS
+from torrential.comm.schedules.base import Costs
+from torrential.config import RunConfig
+from torrential.errors import Regrouped
+from torrential.worlds.sim.group import Group
+from torrential.worlds.sim.mail import HEADER, Hub, SimMail
+
+PAUSE_SECONDS = 1.0  # of virtual time, between looks at the clock
+MEMORY = 1e-10  # seconds per byte added up, where nothing else is known
+
+T = TypeVar("T")
+
+
+class SimMessenger:
+    """What comm.messenger.Messenger offers to collectives."""
+
+    def __init__(self, comm: SimComm) -> None:
+        self._comm, self.rank = comm, comm.rank
+        self.generation = 0
+        self._news = False
+        self._arrived: dict[tuple[int, int, str], list[Tensor]] = {}
+
+    def regroup(self, generation: int) -> None:
+        self.generation = generation
+        for key in [k for k in self._arrived if k[1] < generation]:
+            del self._arrived[key]
+
+    def send(self, to: int, tag: str, tensors: Sequence[Tensor]) -> Outgoing:
+        comm, hub = self._comm, self._comm.hub
+        receiver = hub.mails.get(to)
+        if receiver is not None:
+            assert isinstance(receiver, SimComm)
+            nbytes = HEADER + sum(t.nbytes for t in tensors)
+            came = (self.rank, self.generation, tag), [t.clone() for t in tensors]
+            hub.network.send(comm.address, comm.host, to, receiver.host, nbytes, receiver.messenger.deliver, *came)
+        outgoing = Outgoing()
+        outgoing.mark()
+        return outgoing
+
+    def deliver(self, key: tuple[int, int, str], tensors: list[Tensor]) -> None:
+        if key[1] >= self.generation:
+            self._arrived[key] = tensors
+            self.tell()
+
+    def expect(self, source: int, tag: str, into: Sequence[Tensor]) -> None:
+        """It is copied when it is taken."""
+
+    def arrived(self, source: int, tag: str) -> bool:
+        return (source, self.generation, tag) in self._arrived
+
+    def take(self, source: int, tag: str) -> list[Tensor]:
+        return self._arrived.pop((source, self.generation, tag))
+
+    def pause(self, seconds: float) -> None:
+        """Until there is news; nothing has to be looked for in the meantime."""
+        if not self._news:
+            self._comm.role.wait(PAUSE_SECONDS)
+        self._news = False
+
+    def tell(self) -> None:
+        self._news = True
+        self._comm.role.wake()
+
+
+class SimComm(SimMail):
+    """Implements comm.protocol.Comm."""
+
+    def __init__(self, hub: Hub, group: Group, config: RunConfig, rank: int, seconds_per_sample: float) -> None:
+        super().__init__(hub, rank, hub.cluster.host_of_worker(rank))
+        self.rank, self._group, self._config = rank, group, config
+        self.members: tuple[int, ...] = ()
+        self.generation = 0
+        self.messenger = SimMessenger(self)
+        self._carrier = ScheduledCarrier(rank, self.meter, self.check, config.settings.timeout, self.messenger)  # type: ignore[arg-type]
+        self._seconds_per_sample, self._batch = seconds_per_sample, 0
+        self._later: list[tuple[float, Callable[[], None]]] = []
+
+    # -- computing ------------------------------------------------------------------------------------------------
+    def compute(self, samples: int, work: Callable[[], T]) -> T:
+        result = work()
+        cluster, began = self.hub.cluster, self.now()
+        seconds = cluster.compute.seconds_per_step + samples * self._seconds_per_sample
+        seconds *= cluster.factor(self._config.seed, self.rank, self._batch)
+        self._batch += 1
+        later, self._later = self._later, []
+        for share, then in later:
+            self.sleep(max(0.0, began + share * seconds - self.now()))
+            then()
+        self.sleep(max(0.0, began + seconds - self.now()))
+        return result
+
+    def reached(self, share: float, then: Callable[[], None]) -> None:
+        self._later.append((share, then))
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        name = self._config.settings.algorithm
+        return self._carrier.all_reduce(tensor, self._pick(tensor.nbytes) if name == "auto" else name)
+
+    def _pick(self, nbytes: int) -> str:
+        network = self.hub.cluster.network
+        alone = len({self.hub.cluster.host_of_worker(rank) for rank in self.members}) == 1
+        latency, bandwidth = (
+            (network.inside_latency, network.inside_bandwidth) if alone else (network.latency, network.bandwidth)
+        )
+        return quickest(len(self.members), nbytes, Costs(latency, 1 / bandwidth, MEMORY))
+
+    def reduce_scatter(self, region: Tensor, parts: Sequence[Part]) -> Handle:
+        return self._carrier.reduce_scatter(region, parts)
+
+    def all_gather(self, vector: Tensor) -> Handle:
+        return self._carrier.all_gather(vector)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        return self._carrier.broadcast(tensor, root)
+
+    def barrier(self) -> Handle:
+        return self._carrier.barrier()
+
+    # -- membership -----------------------------------------------------------------------------------------------
+    def check(self) -> None:
+        if self._group.generation > self.generation:
+            raise Regrouped(self._group.generation)
+
+    def regroup(self, stand: Callable[[], int]) -> Standing:
+        standing = self._group.meet(self, stand)
+        self.generation, self.members = standing.generation, standing.members
+        self.messenger.regroup(self.generation)
+        self._carrier.regroup(self.generation, self.members)
+        return standing
+
+    def leave(self) -> None:
+        self._group.leave(self)
+
+
+@lru_cache(maxsize=4096)
+def quickest(members: int, nbytes: int, costs: Costs) -> str:
+    """By the table of costs; what is not known here is how they meet on the way."""
+    return min(ALGORITHMS, key=lambda name: ALGORITHMS[name].seconds(members, nbytes, costs))

@@ -1,0 +1,131 @@
+"""Letters, memory and the clock for a role of the simulated world."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torrential.comm.protocol import SERVERS, Handle, Letter, Meter
+from torrential.params.home import Finished
+from torrential.server.messages import View
+from torrential.worlds.sim.cluster import Cluster
+from torrential.worlds.sim.kernel import Kernel, Role
+from torrential.worlds.sim.network import Network
+
+HEADER = 120  # bytes of a message besides its tensors
+RESEND_SECONDS = 1.0  # of virtual silence, where letters are lost
+
+T = TypeVar("T")
+
+
+class Hub:
+    """What all roles of one simulation have in common."""
+
+    def __init__(self, kernel: Kernel, cluster: Cluster, seed: int) -> None:
+        self.kernel, self.cluster, self.seed = kernel, cluster, seed
+        self.network = Network(kernel, cluster.network)
+        self.mails: dict[int, SimMail] = {}  # by address; the living
+        self.stop = False
+        self._chance = Random(f"letters {seed}")
+        accidents = cluster.accidents
+        self.lossy = bool(accidents.loss or accidents.duplication)
+
+    def send(self, sender: SimMail, to: int, letter: Letter, nbytes: int) -> None:
+        receiver = self.mails.get(to)
+        if receiver is None:
+            return  # gone; whoever is told of it sends again to another
+        accidents, source = self.cluster.accidents, sender.address
+        times = 1
+        if self.lossy and (source < SERVERS) != (to < SERVERS):
+            times -= self._chance.random() < accidents.loss
+            times += self._chance.random() < accidents.duplication
+        for _ in range(times):
+            if accidents.delay:
+                held = self._chance.random() * accidents.delay
+                self.kernel.after(held, self._send, sender, receiver, letter, nbytes)
+            else:
+                self._send(sender, receiver, letter, nbytes)
+
+    def _send(self, sender: SimMail, receiver: SimMail, letter: Letter, nbytes: int) -> None:
+        self.network.send(
+            sender.address, sender.host, receiver.address, receiver.host, nbytes, receiver.deliver, letter
+        )
+
+    def announce(self, view: View) -> None:
+        """To everybody, over the network like all else."""
+        for mail in list(self.mails.values()):
+            self.kernel.after(self.cluster.network.latency, mail.deliver, Letter(-1, view, []))
+
+
+class SimMail:
+    """Implements comm.protocol.Mail."""
+
+    shares_memory = False
+
+    def __init__(self, hub: Hub, address: int, host: int) -> None:
+        self.hub, self.address, self.host = hub, address, host
+        self.role: Role  # whose mail this is
+        self.meter = Meter(clock=self.now)
+        self.view = View(-1, (), ())
+        self.resend = RESEND_SECONDS if hub.lossy else None
+        self._inbox: deque[Letter] = deque()
+        self._buffers: dict[str, Tensor] = {}
+        hub.mails[address] = self
+
+    # -- clock and memory -----------------------------------------------------------------------------------------
+    def now(self) -> float:
+        return self.hub.kernel.now
+
+    def sleep(self, seconds: float) -> None:
+        self.role.sleep(seconds)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.role.wait()
+
+    def buffer(
+        self, name: str, numel: int, dtype: torch.dtype, *, common: bool = False, rank: int | None = None
+    ) -> Tensor:
+        assert not common and rank in (None, self.address), "memory is not shared here"
+        if name not in self._buffers:
+            self._buffers[name] = torch.zeros(numel, dtype=dtype)
+        return self._buffers[name]
+
+    # -- letters --------------------------------------------------------------------------------------------------
+    def post(self, to: int, message: Any, tensors: Sequence[Tensor] = ()) -> Handle:
+        nbytes = sum(t.nbytes for t in tensors)
+        self.meter.bytes_sent += nbytes
+        self.hub.send(self, to, Letter(self.address, message, [t.clone() for t in tensors]), HEADER + nbytes)
+        return Finished()
+
+    def land(self, where: Callable[[Any], Sequence[Tensor] | None]) -> None:
+        """Nothing comes as bytes here."""
+
+    def deliver(self, letter: Letter) -> None:
+        if isinstance(letter.message, View) and letter.message.version > self.view.version:
+            self.view = letter.message
+        self._inbox.append(letter)
+        self.role.wake()
+
+    def receive(self, timeout: float | None = None) -> Letter | None:
+        if not self._inbox and timeout != 0.0:
+            began = self.now()
+            self.role.wait(timeout)
+            self.meter.wait += self.now() - began
+        if not self._inbox:
+            return None
+        letter = self._inbox.popleft()
+        nbytes = sum(t.nbytes for t in letter.tensors)
+        if nbytes:
+            seconds = nbytes * self.hub.cluster.network.handling
+            self.meter.communicate += seconds
+            self.role.sleep(seconds)
+        return letter
+
+    def stop_requested(self) -> bool:
+        return self.hub.stop

@@ -1,0 +1,92 @@
+"""Where workers of the simulated world leave records and snapshots: the observer is beside time, and costs none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from torrential.records import Evaluation, Record
+from torrential.trainer.observer import Observer
+from torrential.trainer.snapshot import Snapshot
+
+
+class Observing:
+    """Evaluates and saves snapshots as soon as every member's part of them is there."""
+
+    def __init__(
+        self, observer: Observer, write: Callable[[Record], None], evaluated: Mapping[tuple[str, int], float]
+    ) -> None:
+        self._observer, self._write, self._evaluated = observer, write, dict(evaluated)
+        self._waiting: list[tuple[Snapshot, dict[str, Tensor], dict[str, Tensor]]] = []
+        self._parts: dict[int, dict[int, dict[str, Tensor]]] = {}  # step -> rank -> that worker's buffers
+        self._gone: set[int] = set()
+        self._last: Snapshot | None = None
+        self.reached = False
+
+    def part(self, rank: int, step: int, buffers: Mapping[str, Tensor]) -> None:
+        self._parts.setdefault(step, {})[rank] = {name: t.clone() for name, t in buffers.items()}
+        self.work()
+
+    def take(self, snapshot: Snapshot, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
+        self._waiting.append((snapshot, _copies(flat), _copies(rest)))
+        self.work()
+
+    def gone(self, rank: int) -> None:
+        self._gone.add(rank)
+        self.work()
+
+    def back(self, rank: int) -> None:
+        self._gone.discard(rank)
+
+    def work(self, all_of_them: bool = False) -> None:
+        while self._waiting and (all_of_them or self._complete(self._waiting[0][0])):
+            snapshot, flat, rest = self._waiting.pop(0)
+            if not self.reached and (self._last is None or snapshot.step > self._last.step):
+                self._process(snapshot, flat, rest)
+            for step in [s for s in self._parts if s <= snapshot.step]:
+                del self._parts[step]
+
+    def _complete(self, snapshot: Snapshot) -> bool:
+        here = set(self._parts.get(snapshot.step, {})) | self._gone
+        return not self._observer.has_buffers or here >= set(snapshot.members)
+
+    def _process(self, snapshot: Snapshot, flat: dict[str, Tensor], rest: dict[str, Tensor]) -> None:
+        self._observer.load(flat, rest)
+        evaluation = self._observer.evaluate(snapshot, "validation")
+        self._note(evaluation)
+        self._observer.save(snapshot, flat, rest, self._parts.get(snapshot.step, {}))
+        self._last = snapshot
+        self.reached = self._observer.task.reaches(self._observer.config.target, evaluation.value)
+
+    def _note(self, evaluation: Evaluation) -> None:
+        if (evaluation.split, evaluation.step) not in self._evaluated:
+            self._evaluated[evaluation.split, evaluation.step] = evaluation.time
+            self._write(evaluation)
+
+    def close(self) -> None:
+        """The last word is the test set's."""
+        self.work(all_of_them=True)
+        last = self._last or self._observer.load_saved()
+        if last is not None:
+            self._note(self._observer.evaluate(last, "test"))
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+class SimOutlet:
+    """Implements trainer.snapshot.Outlet."""
+
+    def __init__(self, rank: int, observing: Observing, write: Callable[[Record], None]) -> None:
+        self._rank, self._observing, self._write = rank, observing, write
+
+    def record(self, record: Record) -> None:
+        self._write(record)
+
+    def snapshot(self, snapshot: Snapshot, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
+        self._observing.take(snapshot, flat, rest)
+
+    def own_buffers(self, step: int, buffers: Mapping[str, Tensor]) -> None:
+        self._observing.part(self._rank, step, buffers)

@@ -1,0 +1,253 @@
+"""A run in the simulated world: every role a greenlet, every second virtual, every gradient real."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from random import Random
+
+import torch
+
+from torrential.comm.protocol import SERVERS
+from torrential.data.batches import Batches
+from torrential.errors import RunFailed, TorrentialError, WorkerFailed
+from torrential.records import Event, Record, Step
+from torrential.server.role import Server
+from torrential.trainer.observer import Observer
+from torrential.trainer.served import ServedWorker
+from torrential.trainer.serving import ServerPlan
+from torrential.trainer.worker import Worker
+from torrential.worlds.base import Job, Listener
+from torrential.worlds.sim.cluster import Cluster, Fault
+from torrential.worlds.sim.comm import SimComm
+from torrential.worlds.sim.group import Group
+from torrential.worlds.sim.kernel import Kernel, Role
+from torrential.worlds.sim.mail import Hub, SimMail
+from torrential.worlds.sim.outlet import Observing, SimOutlet
+from torrential.worlds.sim.views import Views
+
+TICK_SECONDS = 0.1  # real ones, between two looks of whoever watches
+MEASURED = 5  # batches, to find out how long one takes here
+
+
+class SimWorld:
+    """Implements worlds.base.World."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def run(self, job: Job, write: Callable[[Record], None], listener: Listener) -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(job.config.settings.threads or 1)
+        run = _Run(job, self._cluster, write, listener)
+        try:
+            run.simulate()
+        finally:
+            run.close()
+            torch.set_num_threads(threads)
+
+
+class _Run:
+    def __init__(self, job: Job, cluster: Cluster, write: Callable[[Record], None], listener: Listener) -> None:
+        self._job, self._cluster, self._write_record, self._listener = job, cluster, write, listener
+        config = self._config = job.config
+        self._kernel = Kernel()
+        self._kernel.now = job.elapsed
+        self._hub = Hub(self._kernel, cluster, config.seed)
+        self._served = job.strategy.served
+        self._group = Group(self._hub, self._served)
+        self._group.regrouped = self._regrouped
+        self._device = torch.device(config.device)
+        observer = Observer(job.task, config, job.strategy, self._device, job.directory)
+        self._observing = Observing(observer, self._write, job.evaluated)
+        self._seconds_per_sample = _seconds_per_sample(job, cluster, self._device)
+        self._roles: dict[int, Role] = {}  # by address
+        self._lives: dict[int, int] = {}
+        self._step = job.checkpoint.step if job.checkpoint else 0
+        self._running = 0  # workers whose program has not come to its end
+        self._ticked = time.monotonic()
+        self._views: Views | None = None
+        if self._served:
+            self._plan = ServerPlan(job.task, config, job.strategy)
+            self._views = Views(self._hub, self._group, config, self._plan.numel, self._plan.bounds, self._event)
+
+    def simulate(self) -> None:
+        if self._views is not None:
+            for number in range(self._config.servers):
+                self._start_server(number, begins=True)
+        comms = [self._start_worker(rank) for rank in range(self._config.workers)]
+        if self._views is None:
+            self._group.join(*comms)
+        else:
+            self._group.here = {comm.rank: comm for comm in comms}
+        self._plan_faults()
+        self._kernel.run()
+        self._look_at_the_end()
+        self._observing.close()
+
+    def close(self) -> None:
+        for role in self._roles.values():
+            role.kill()
+
+    def _look_at_the_end(self) -> None:
+        if self._kernel.failures:
+            role, error = self._kernel.failures[0]
+            if isinstance(error, RunFailed):
+                raise error
+            if isinstance(error, TorrentialError):
+                raise RunFailed(f"{role.name}: {error}") from error
+            what = f"{type(error).__name__}: {error}"
+            raise WorkerFailed(f"{role.name} failed at step {self._step + 1}: {what}") from error
+        if not self._group.dismissed:
+            waiting = ", ".join(self._roles[rank].name for rank in sorted(self._group.here))
+            raise RunFailed(f"nobody can go on: {waiting} wait, and nothing is under way (at {self._kernel.now:.1f} s)")
+
+    # -- roles ----------------------------------------------------------------------------------------------------
+    def _start_worker(self, rank: int) -> SimComm:
+        config, strategy = self._config, self._job.strategy
+        life = self._lives[rank] = self._lives.get(rank, -1) + 1
+        self._running += 1
+        comm = SimComm(self._hub, self._group, config, rank, self._seconds_per_sample)
+        if self._views is not None:
+            comm.view, comm.members = self._views.view, tuple(range(config.workers))
+        outlet = SimOutlet(rank, self._observing, self._write)
+
+        def program() -> None:
+            if self._served:
+                served = ServedWorker(self._job.task, config, strategy, comm, outlet, self._device)
+                strategy.worker(served)  # type: ignore[arg-type]
+            else:
+                first = self._job.checkpoint if life == 0 else None
+                host = torch.device("cpu")
+                strategy.worker(Worker(self._job.task, config, strategy, comm, outlet, self._device, host, first))
+            self._finished()
+
+        comm.role = self._roles[rank] = self._kernel.role(f"worker {rank}", program)
+        self._listener.worker_state(rank, "training")
+        return comm
+
+    def _finished(self) -> None:
+        """A worker's program has come to its end."""
+        self._running -= 1
+        self._kernel.over = not self._running and self._group.dismissed
+
+    def _start_server(self, number: int, begins: bool) -> None:
+        assert self._views is not None
+        address = SERVERS + number
+        mail = SimMail(
+            self._hub, address, self._cluster.host_of_server(number, self._config.workers, self._config.servers)
+        )
+        mail.view = self._views.view
+        views, plan = self._views, self._plan
+        initial = plan.initial() if begins else None
+
+        def program() -> None:
+            filled = lambda version: views.filled(number, version)  # noqa: E731
+            Server(mail, plan.layout, plan.spec, plan.consistency, initial=initial, filled=filled).run()
+
+        mail.role = self._roles[address] = self._kernel.role(f"server {number}", program, uses_torch=False)
+
+    # -- faults ---------------------------------------------------------------------------------------------------
+    def _plan_faults(self) -> None:
+        for fault in self._cluster.faults:
+            self._kernel.after(max(0.0, fault.at - self._kernel.now), self._strike, fault)
+        accidents = self._cluster.accidents
+        for kind, count, mean in (
+            ("worker", self._config.workers, accidents.mean_time_between_crashes),
+            ("server", self._config.servers, accidents.server_mean_time_between_crashes),
+        ):
+            if mean is not None:
+                for number in range(count):
+                    self._next_accident(kind, number, mean, Random(f"crashes {kind} {number} {self._config.seed}"))
+
+    def _next_accident(self, kind: str, number: int, mean: float, chance: Random) -> None:
+        after, lasts = chance.expovariate(1 / mean), self._cluster.accidents.restart_after
+
+        def happen() -> None:
+            worker, server = (number, None) if kind == "worker" else (None, number)
+            self._strike(Fault(kind="crash", at=self._kernel.now, lasts=lasts, worker=worker, server=server))
+            if lasts is not None:
+                self._kernel.after(lasts, self._next_accident, kind, number, mean, chance)
+
+        self._kernel.after(after, happen)
+
+    def _strike(self, fault: Fault) -> None:
+        if fault.kind == "crash":
+            address = SERVERS + fault.server if fault.server is not None else fault.worker
+            assert address is not None
+            finished = self._group.dismissed or address in self._group.left
+            if address in self._hub.mails and not finished:
+                self._crash(address, fault.lasts)
+            return
+        side = frozenset(fault.hosts)
+        self._event(fault.kind, None, f"hosts {', '.join(map(str, fault.hosts))}")
+        if fault.kind == "partition":
+            self._hub.network.part(side, fault.lasts)
+        else:
+            self._hub.network.slow(side, fault.delay)
+            if fault.lasts is not None:
+                self._kernel.after(fault.lasts, self._hub.network.mend, side)
+
+    def _crash(self, address: int, lasts: float | None) -> None:
+        del self._hub.mails[address]
+        self._roles[address].kill()
+        if address < SERVERS:
+            self._running -= 1
+        self._kernel.after(self._cluster.detection, self._noticed, address)
+        if lasts is not None:
+            self._kernel.after(max(lasts, self._cluster.detection), self._restart, address)
+
+    def _noticed(self, address: int) -> None:
+        if address >= SERVERS:
+            assert self._views is not None
+            self._views.lose(address - SERVERS)
+            return
+        self._event("worker_lost", address, "it crashed")
+        self._listener.worker_state(address, "lost")
+        self._observing.gone(address)
+        self._group.lose(address)
+
+    def _restart(self, address: int) -> None:
+        if self._group.dismissed:
+            return
+        if address >= SERVERS:
+            assert self._views is not None
+            self._start_server(address - SERVERS, begins=False)
+            self._views.join(address - SERVERS)
+            return
+        self._observing.back(address)
+        self._event("worker_joined", address, "")
+        self._group.join(self._start_worker(address))
+
+    # -- records --------------------------------------------------------------------------------------------------
+    def _regrouped(self, members: tuple[int, ...]) -> None:
+        if self._group.generation > 1:
+            self._event("regrouped", None, f"workers {', '.join(map(str, members))}")
+
+    def _event(self, event: str, worker: int | None, detail: str) -> None:
+        self._write(Event(event=event, time=self._kernel.now, step=self._step, worker=worker, detail=detail))
+
+    def _write(self, record: Record) -> None:
+        if isinstance(record, Step):
+            self._step = max(self._step, record.step)
+        self._write_record(record)
+        self._listener.record(record)
+        self._hub.stop = self._hub.stop or self._observing.reached
+
+
+def _seconds_per_sample(job: Job, cluster: Cluster, device: torch.device) -> float:
+    """As the cluster says, or as it is here."""
+    told = cluster.compute.seconds_per_sample
+    if not isinstance(told, str):
+        return told
+    model, data = job.task.model().to(device).train(), Batches(job.task.train, device)
+    count = min(job.config.batch_size, len(data))
+    inputs, targets = data.fetch(torch.arange(count))
+    times = []
+    for _ in range(MEASURED):
+        began = time.perf_counter()
+        job.task.loss(model(inputs), targets).backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return sorted(times)[MEASURED // 2] / count
