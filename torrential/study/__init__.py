@@ -1,0 +1,1 @@
+"""Studies: several ways of training compared under one set of rules."""
