@@ -243,13 +243,13 @@ class Cluster:
 
     def __init__(
         self, hub, numel, *, servers=1, workers=(0,), replicas=0, consistency=None, spec=None, dtype=torch.float32,
-        initial=None, sizes=None, handlers=None, dealer=None, resend=None, snapshot=None,
+        initial=None, sizes=None, handlers=None, dealer=None, resend=None,
     ):  # fmt: skip
         self.hub, self.numel, self.dtype, self.replicas, self.resend = hub, numel, dtype, replicas, resend
         self.layout = flat_layout(numel, dtype, sizes)
         self.spec = spec or OptimizerSpec(torch.optim.SGD, 1.0)
         self.consistency = consistency or Consistency(None)
-        self.handlers, self.snapshot = handlers, snapshot
+        self.handlers = handlers
         self.workers, self.roles, self.created = set(workers), {}, servers
         self.table = ring.begin([SERVERS + j for j in range(servers)], numel, replicas)
         hub.view = View(hub.view.version + 1, tuple(sorted(self.workers)), self.table)
@@ -261,7 +261,6 @@ class Cluster:
         def program(comm):
             self.roles[address] = Server(
                 comm, self.layout, self.spec, self.consistency, initial=initial, handlers=self.handlers,
-                snapshot=self.snapshot and (lambda *rest: self.snapshot(address, *rest)),
                 filled=lambda version: self._filled(address, version),
             )  # fmt: skip
             self.roles[address].run()

@@ -11,6 +11,7 @@ from torrential.comm.protocol import SERVERS
 from torrential.data.deal import Deal
 from torrential.errors import RunFailed
 from torrential.server.consistency import Consistency
+from torrential.server.copies import joined
 from torrential.server.dealer import Dealer
 from torrential.server.optimizer import Store
 from torrential.server.shard import Shard
@@ -156,64 +157,140 @@ def test_no_samples_are_refused_and_a_take_can_wait_for_updates():
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("staleness", [0, 2, None])
-def test_a_checkpoint_holds_all_of_a_push_or_nothing_of_it(staleness):
-    for seed in range(5):
-        hub = Hub(seed)
-        taken = {}
-        cluster = Cluster(
-            hub, 96, servers=3, replicas=1, workers=(0, 1, 2), consistency=Consistency(staleness),
-            snapshot=lambda address, number, state, tensors, taken=taken: taken.setdefault(number, {}).update(
-                {state.start: (state, tensors)}
-            ),
-        )  # fmt: skip
-        marked = {}  # by number: what each worker had pushed before
-
-        def program(client, comm, hub=hub, marked=marked):
-            gradient = comm.buffer("gradient", 96, torch.float32)
-            into = torch.empty(96)
-            handles = []
-            for clock in range(9):
-                client.pull(into, clock=clock).wait()
-                if clock % 3 == 2:
-                    marked.setdefault(clock // 3, {})[comm.rank] = clock
-                    handles.append(client.mark(clock // 3 + 1, clock=clock))
-                if hub.random.random() < 0.3:
-                    comm.sleep(0.02)
-                client.push(gradient.fill_(10.0**comm.rank), clock=clock, lr=-1.0).wait()
-            for handle in handles:
-                handle.wait()
-
-        for rank in range(3):
-            cluster.work(rank, program)
-        hub.run()
-        assert sorted(taken) == [1, 2, 3]
-        for number, ranges in taken.items():
-            assert sorted(ranges) == [r.start for r in cluster.table]
-            whole = torch.cat([ranges[start][1][0] for start in sorted(ranges)])
-            expected = sum(10**rank * clock for rank, clock in marked[number - 1].items())
-            assert whole.tolist() == [float(expected)] * 96, (seed, number)
+KINDS = {
+    "asynchronous": Consistency(None),
+    "stale": Consistency(2),
+    "synchronous": Consistency(0),
+    "backup": Consistency(0, first=2),
+}
 
 
-def test_a_checkpoint_does_not_wait_for_the_dead():
-    hub = Hub(4)
-    numbers = []
+def saving(seed, kind, *, deaths=0, samples=90, numel=96):
+    """Every push adds to each parameter how many samples it was made of. Worker by worker asks for checkpoints, without
+    a word to the others; here they come as (the vector, what else was saved)."""
+    hub, rng, found, tries, left = Hub(seed), random.Random(seed), [], [0], [deaths]
     cluster = Cluster(
-        hub, 32, servers=2, replicas=1, workers=(0, 1),
-        snapshot=lambda address, number, state, tensors: numbers.append((number, state.start)),
+        hub, numel, servers=3, replicas=1, workers=(0, 1, 2), consistency=KINDS[kind],
+        spec=OptimizerSpec(torch.optim.SGD, 1.0, {"momentum": 0.0}),
+        dealer=Dealer(samples, 2, together=kind == "synchronous"),
     )  # fmt: skip
 
     def program(client, comm):
+        clock, pending, into = client.enter(), None, torch.empty(numel)
+        gradient = comm.buffer("gradient", numel, torch.float32)
+        while not (taken := client.take(4, clock=clock).wait()).finished:
+            if rng.random() < 0.3:
+                comm.sleep(0.05)
+            first, last = taken.indices
+            some = gradient.fill_(last - first) if taken.lease else None
+            answer = client.push(some, clock=clock, lr=-1.0, lease=taken.lease).wait()
+            clock = max(clock + 1, answer.clock if kind == "backup" else 0)
+            if pending is not None and pending.done():
+                tries[0] += 1
+                whole = joined(pending.wait().rests, numel)
+                if whole is not None:
+                    found.append((into.clone(), whole))
+                pending = None
+            if comm.rank == comm.view.workers[0] and pending is None and rng.random() < 0.5:
+                pending = client.save([into])
+        if pending is not None:
+            client.forget(pending)
+
+    def each():
+        if not left[0] or rng.random() > 0.02 or any(hub.comms[rank].over for rank in cluster.workers):
+            return
+        left[0] -= 1
+        victim = rng.choice(hub.view.servers())
+        if rng.random() < 0.5:
+            rank = rng.choice(sorted(cluster.workers))
+            cluster.remove_worker(rank)
+            cluster.add_worker(rank if rng.random() < 0.5 else rank + 3, program)
+        elif cluster.safe_to_kill(victim) and len(hub.view.servers()) > 2:
+            cluster.kill_server(victim)
+        elif len(hub.view.servers()) < 4:
+            cluster.add_server()
+
+    for rank in range(3):
+        cluster.work(rank, program)
+    hub.each = each
+    hub.run()
+    return found, tries[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_holds_all_of_a_push_or_nothing_of_it_and_deals_the_rest(kind):
+    for seed in range(3):
+        found, tries = saving(seed, kind)
+        assert len(found) == tries > 3
+        for vector, whole in found:
+            used = sum(whole.dealer.used.values())
+            mine = vector[:32] if kind == "backup" else vector  # other ranges may choose other gradients
+            assert mine.tolist() == [float(used)] * len(mine), seed
+            check_rest(whole.dealer)
+
+
+@pytest.mark.parametrize("kind", ["asynchronous", "stale", "synchronous"])
+def test_a_checkpoint_is_whole_or_lost_when_workers_and_servers_die(kind):
+    """What a dead worker had sent to some ranges only may be on those only; its own range tells what was used."""
+    good = 0
+    for seed in range(4):
+        found, _ = saving(seed, kind, deaths=8)
+        good += len(found)
+        for vector, whole in found:
+            used = sum(whole.dealer.used.values())
+            assert float(vector[0]) == used, seed
+            assert float((vector - used).abs().max()) <= 4 * 8, seed  # a batch for each of the dead
+            check_rest(whole.dealer)
+    assert good > 10
+
+
+def check_rest(dealer):
+    """Whoever goes on from here uses all the other samples, once."""
+    assert not dealer.leases and dealer.dealt == 0
+    while not dealer.finished():
+        lease, _ = dealer.deal(0, 5)
+        dealer.complete(lease)
+    assert dealer.used == {0: dealer.samples, 1: dealer.samples}
+
+
+def test_in_step_a_checkpoint_takes_back_what_was_dealt_last():
+    dealer = Dealer(10, 2, together=True)
+    for _ in range(2):
+        for lease, _ in dealer.deal_together((0, 1), 2):
+            dealer.complete(lease)
+    dealt = dealer.deal_together((0, 1), 2)
+    assert (dealer.epoch, dealer.cursor) == (1, 0)
+    saved = dealer.saved()
+    assert (saved.epoch, saved.cursor, saved.returned, saved.used) == (0, 8, [], {0: 8})
+    dealer.complete(dealt[0][0])
+    saved = dealer.saved([dealt[0][1]])
+    assert (saved.epoch, saved.cursor, saved.returned, saved.used) == (0, 8, [], {0: 8})
+    assert dealer.used == {0: 9} and len(dealer.leases) == 1
+
+
+def test_a_checkpoint_does_not_wait_for_the_dead_and_when_nobody_is_left_for_nobody():
+    hub = Hub(4)
+    cluster = Cluster(hub, 32, servers=2, replicas=1, workers=(0, 1))
+
+    def program(client, comm):
+        if comm.rank:
+            return comm.sleep(1e5)
         client.push(torch.ones(32), clock=0, lr=1.0).wait()
-        return comm.receive(1e5) if comm.rank else client.mark(1, clock=1).wait()
+        into = torch.empty(32)
+        client.save([into]).wait()
+        return into
 
     for rank in range(2):
         cluster.work(rank, program)
     hub.run(until=lambda: hub.now > 2.0)
-    assert numbers == [] and not hub.comms[0].over
+    assert not hub.comms[0].over
     cluster.remove_worker(1)
     hub.run()
-    assert sorted(numbers) == [(1, 0), (1, 16)]
+    assert hub.comms[0].result.tolist() == [-1.0] * 32
+    cluster.remove_worker(0)
+    cluster.work(0, lambda client, comm: (into := torch.empty(32), client.save([into]).wait())[0])  # not in the view
+    hub.run()
+    assert hub.comms[0].result.tolist() == [-1.0] * 32
 
 
 def test_a_shard_and_its_copy_go_on_alike():

@@ -12,7 +12,7 @@ any can go on from what it has when those before it are gone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -76,6 +76,13 @@ class Link:
             self._advance(self._shard.number)
         elif before is not None and self.current:
             self._acknowledge()
+
+    def waits_for(self) -> Iterator[int]:
+        """Neighbours without whom it cannot go on."""
+        if self.before is not None and not self.current:
+            yield self.before
+        if self.after is not None and self._shard is not None and self.stable < self._shard.number:
+            yield self.after
 
     # -- at the head -------------------------------------------------------------------------------------------------
     def commit(self, operation: Operation, tensors: Sequence[Tensor] = (), asks: Sequence[Ask] = ()) -> None:

@@ -10,7 +10,7 @@ their own handles. Tensors are passed by reference: they are the server's until 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from torrential.server.messages import (
     Call,
     Done,
     Mark,
+    Marking,
     Moved,
     Pull,
     Push,
@@ -31,12 +32,14 @@ from torrential.server.messages import (
     Range,
     Refused,
     Request,
+    Save,
     Span,
     Take,
     View,
 )
 from torrential.server.ring import find
 
+AGAIN = 0.25  # of the timeout: how long after a complaint about a server the next one follows
 JOINING = -1  # the clock of a worker that has not begun; nothing waits for it, and it waits for nothing
 Pieces = Tensor | Sequence[tuple[int, Tensor]]  # the whole vector, or flat parts of it with the keys they begin at
 
@@ -55,20 +58,30 @@ class Answer(NamedTuple):
     finished: bool = False
     tensors: Sequence[Tensor] = ()  # what handlers returned, by range
     ahead: int = 0  # completed by all workers, on the range furthest ahead
+    rests: Sequence[bytes] = ()  # of copies, by range: see server/copies.py
 
 
 class Client:
     def __init__(
-        self, comm: Mail, numel: int, dtype: torch.dtype, *, timeout: float = 60.0, resend: float | None = None
+        self,
+        comm: Mail,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        timeout: float = 60.0,
+        resend: float | None = None,
+        overdue: Callable[[int, float], None] | None = None,
     ) -> None:
-        """`timeout`: seconds after which a wait fails, naming the server. `resend`: seconds of silence after which
-        requests are sent again; None where the world loses letters only with whoever dies."""
+        """`timeout`: seconds after which a wait fails, naming the server; or, with `overdue`, after which that is told
+        the server's address and how long the wait has been, again and again, until it is over. `resend`: seconds of
+        silence after which requests are sent again; None where the world loses letters only with whoever dies."""
         self.comm, self.numel, self.dtype = comm, numel, dtype
-        self.timeout, self._resend = timeout, resend
+        self.timeout, self._resend, self._overdue = timeout, resend, overdue
         self._view: View = comm.view
         self._seq = self._view.version << LIFE_BITS  # its next life will have seen a newer view
         self._unanswered: dict[int, Pending] = {}  # by number, in ascending order
         self._versions: dict[int, int] = {}  # of the parameters last read, by the start of the range
+        self._marked = self._saved = 0  # the newest checkpoint that this worker has marked, and asked for
 
     # -- parameters -------------------------------------------------------------------------------------------------
     def enter(self) -> int:
@@ -131,10 +144,21 @@ class Client:
             Take, {"count": count, "after": after}, [_Part(self._view.version, self._view.table[0])], clock
         )
 
-    def mark(self, number: int, *, clock: int = JOINING) -> Pending:
-        """What this worker has sent before belongs to checkpoint `number`, and nothing after. Every worker marks every
-        number; one that enters later marks the newest at once. Done when all ranges have been copied."""
-        return self._send(Mark, {"number": number}, self._everywhere(), clock)
+    def save(self, into: Sequence[Tensor]) -> Pending:
+        """A checkpoint: all parameters, and each of the optimizer's states, as they are at one moment of training, into
+        vectors of full length; Answer.rests has the rest. One worker at a time does this, and no other needs to know:
+        what it has sent by the time it hears of it belongs to the checkpoint (server/copies.py)."""
+        self._saved = max(self._saved, self._marked) + 1
+        parts = self._cut([(0, self.numel)] * len(into), (), into)
+        return self._send(Save, {"number": self._saved}, parts, JOINING)
+
+    def forget(self, pending: Pending) -> None:
+        """Nobody will wait for its answer any more."""
+        self._unanswered.pop(pending.seq, None)
+
+    def catch_up(self) -> None:
+        """Read what has arrived."""
+        self._poll()
 
     def call(
         self,
@@ -283,15 +307,22 @@ class Client:
                 continue
             now = comm.now()
             if now - began >= limit:
-                part = next(iter(pending.parts.values()))
-                what = f"to answer a {pending.kind.__name__} of parameters from {part.start} on"
-                raise WaitedTooLong(f"server {part.server - SERVERS}", now - began, what)
+                self._complain(pending, now - began, self._overdue if timeout is None else None)
+                limit += AGAIN * self.timeout
             if self._resend is not None and now - sent >= self._resend:
                 self._send_again()
                 sent = now
             pause = limit - (now - began)
             if self._resend is not None:
                 pause = min(pause, self._resend)
+
+    def _complain(self, pending: Pending, waited: float, overdue: Callable[[int, float], None] | None) -> None:
+        if overdue is None:
+            part = next(iter(pending.parts.values()))
+            what = f"to answer a {pending.kind.__name__} of parameters from {part.start} on"
+            raise WaitedTooLong(f"server {part.server - SERVERS}", waited, what)
+        for server in sorted({part.server for part in pending.parts.values()}):
+            overdue(server, waited)
 
     def _poll(self) -> None:
         while (letter := self.comm.receive(0.0)) is not None:
@@ -301,6 +332,11 @@ class Client:
         if isinstance(message, View):
             if message.version > self._view.version:
                 self._adopt(message)
+            return
+        if isinstance(message, Marking):
+            if message.number > self._marked:
+                self._marked = message.number
+                self._send(Mark, {"number": message.number, "cut": message.cut}, self._everywhere(), JOINING)
             return
         pending = self._unanswered.get(message.seq)
         part = None if pending is None else pending.parts.get(message.start)
@@ -313,9 +349,10 @@ class Client:
             pending.refused = message.reason
         else:
             assert isinstance(message, Done)
-            for view, tensor in zip(part.into, tensors, strict=bool(part.into)):
+            saved = pending.kind is Save
+            for view, tensor in zip(part.into, tensors, strict=bool(part.into) and not saved):
                 view.copy_(tensor)
-            if part.into:
+            if part.into and not saved:
                 self._versions[part.start] = message.version
             pending.answers.append((message, () if part.into else [tensor.clone() for tensor in tensors]))
         del pending.parts[part.start]
@@ -412,4 +449,5 @@ class Pending:
             finished=first.finished,
             tensors=[tensor for _, tensors in answers for tensor in tensors],
             ahead=max(clocks),
+            rests=[done.rest for done, _ in answers] if first.rest else (),
         )

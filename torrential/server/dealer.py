@@ -9,6 +9,9 @@ came too late, gives the samples back. So every sample of every epoch is used ex
 fast worker takes more of them. What is given back keeps its epoch, so nobody waits at the end of one, only at the very
 end.
 
+A checkpoint holds the dealer as `saved` gives it: whoever goes on from there deals again what no update in that
+checkpoint was made of, and nothing else.
+
 In step (`deal_together`) all workers of a clock are given one joined batch, cut as data/deal.py does.
 """
 
@@ -38,7 +41,7 @@ class Dealer(msgspec.Struct):
     together: bool = False  # one joined batch per clock
     epoch: int = 0
     cursor: int = 0
-    dealt: int = 0  # together: for clocks below this one
+    dealt: int = 0  # for clocks below this one; at later ones nobody has samples yet
     lease: int = 0  # the last one's number
     leases: dict[int, Hand] = {}
     returned: list[Hand] = []
@@ -106,6 +109,26 @@ class Dealer(msgspec.Struct):
         """Take back what these hold."""
         for lease in [number for number, hand in self.leases.items() if hand.worker in workers]:
             self.give_back(lease)
+
+    def saved(self, undone: Collection[Hand] = ()) -> Dealer:
+        """A copy in which nothing is leased, and no update was made of the samples in `undone`. What was dealt last is
+        then as if it had not been, so that it is dealt again in the same batches."""
+        copy = msgspec.convert(msgspec.to_builtins(self), Dealer)
+        for hand in undone:
+            copy.used[hand.epoch] -= hand.last - hand.first
+        copy.returned.extend(undone)
+        copy.forget(copy.holders())
+        copy.returned.sort(key=lambda h: (h.epoch, h.first))
+        while copy.returned:
+            hand = copy.returned[-1]
+            if (hand.epoch, hand.last) != (
+                (copy.epoch, copy.cursor) if copy.cursor else (copy.epoch - 1, copy.samples)
+            ):
+                break
+            copy.returned.pop()
+            copy.epoch, copy.cursor = hand.epoch, hand.first
+        copy.dealt = 0
+        return copy
 
     def holders(self) -> set[int]:
         return {hand.worker for hand in self.leases.values()}

@@ -1,9 +1,9 @@
 """What the head of a chain keeps besides its shard: who waits for what.
 
-    request ── seen before? ── sound? ── marked? ──► read     until consistency lets it pass
-                  │              │         │         push     until the clock's others have come, if they are summed
-                  ▼              ▼         ▼         take     until there are samples, or all have asked
-              answer again    Refused   held until the checkpoint is taken
+    request ── seen before? ── sound? ──► read     until consistency lets it pass
+                  │              │        push     until the clock's others have come, if they are summed
+                  ▼              ▼        take     until there are samples, or all have asked
+              answer again    Refused     save     until the copy is complete (server/copies.py)
 
 Nothing of this is replicated: when the head is gone, workers send again what was not answered. Nobody polls: whatever
 could let a request pass looks for it.
@@ -12,7 +12,7 @@ could let a request pass looks for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +21,30 @@ from torch import Tensor
 from torrential.comm.protocol import Mail
 from torrential.server.chain import Ask, Link
 from torrential.server.consistency import Consistency
-from torrential.server.messages import LIFE_BITS, Add, Call, Done, Mark, Pull, Push, Put, Refused, Request, State, Take
+from torrential.server.copies import Copies
+from torrential.server.messages import (
+    LIFE_BITS,
+    Add,
+    Call,
+    Done,
+    Mark,
+    Marking,
+    Pull,
+    Push,
+    Put,
+    Refused,
+    Request,
+    Save,
+    Take,
+)
 from torrential.server.shard import Asked, Operation, Outcome, Shard
 from torrential.server.sums import Clock, operands
 
-Snapshot = Callable[[int, State, Sequence[Tensor]], None]
-
 
 class Head:
-    def __init__(self, comm: Mail, link: Link, consistency: Consistency, snapshot: Snapshot | None) -> None:
-        self._comm, self._link, self._consistency, self._snapshot = comm, link, consistency, snapshot
+    def __init__(self, comm: Mail, link: Link, consistency: Consistency) -> None:
+        self._comm, self._link, self._consistency = comm, link, consistency
+        self._copies = Copies(comm, link, consistency.aggregates, self._answer)
         self._workers: frozenset[int] = frozenset()  # of the view
         self._done: dict[int, int] = {}  # completed clocks of the workers that count
         self._least = 0  # of them
@@ -39,9 +53,7 @@ class Head:
         self._summed = 0  # the operation that the buffer of sums was last used for
         self._reads: dict[int, dict[tuple[int, int], tuple[Ask, Outcome]]] = {}  # by clocks that must be completed
         self._takes: dict[int, dict[int, Ask]] = {}  # by clock, or all under 0
-        self._barrier: dict[int, Ask] = {}  # marks of one checkpoint
-        self._expected: set[int] = set()  # to mark it
-        self._held: list[Ask] = []  # of workers that have marked
+        self._empty = 0  # takes were answered with nothing for clocks below this one
         self._kinds: dict[type[Request], Callable[[Ask], None]] = {
             Put: self._update,
             Add: self._update,
@@ -49,7 +61,7 @@ class Head:
             Push: self._push,
             Pull: self._pull,
             Take: self._take,
-            Mark: self._mark,
+            Mark: lambda ask: self._copies.mark(ask, self._done),
         }
         link.settled, link.progressed = self._settled, self._close
 
@@ -82,22 +94,40 @@ class Head:
             self._link.commit(Operation("forget", workers=tuple(sorted(gone))))
         for clock in self._open.values():
             clock.forget(gone)
-        tables: list[dict[int, Any]] = [*self._takes.values(), self._barrier, self._done]
+        tables: list[dict[int, Any]] = [*self._takes.values(), self._done]
         for table in tables:
             for worker in gone:
                 table.pop(worker, None)
-        self._expected.difference_update(gone)
         self._ahead.difference_update(gone)
-        self._held = [ask for ask in self._held if ask.worker not in gone]
+        self._copies.gone(gone)
 
     def _look(self) -> None:
         """Whether anything can go on."""
         self._close()
         self._release()
         self._deal()
-        self._finish_barrier()
+        self._copies.look(self._done)
+
+    def waits_for(self) -> Iterator[int]:
+        """Workers without whom something that waits here cannot go on."""
+        dealer = self.shard.dealer
+        yield from self._copies.awaited()
+        if self._consistency.aggregates:
+            if self._open or self._reads or self._copies.waits:
+                opened = self._open.get(self.shard.closed)
+                yield from self._done.keys() - self._ahead - set(opened.complete if opened is not None else ())
+        elif self._reads:
+            yield from (worker for worker, done in self._done.items() if done < max(self._reads))
+        for clock, takes in self._takes.items():
+            if dealer is not None and dealer.together:
+                yield from (w for w, done in self._done.items() if w not in takes and done <= clock)
+            elif dealer is not None:
+                yield from dealer.holders()
+                yield min(self._workers)
 
     def _meet(self, worker: int) -> None:
+        if self._copies.number:
+            self._comm.post(worker, Marking(number=self._copies.number))
         self._link.commit(Operation("meet", workers=(worker,), number=self.completed))
         self._done[worker] = self.completed
         self._least = min(self._done.values())
@@ -136,11 +166,10 @@ class Head:
             )
             return
         kind = type(request)
+        if kind is Save:
+            dealt = self._empty if shard.dealer is None else max(self._empty, shard.dealer.dealt)
+            return self._copies.save(ask, self._workers, self._done, dealt)
         if worker in self._workers:
-            if worker in self._barrier and kind is not Pull:
-                if request.seq != self._barrier[worker].request.seq:
-                    self._held.append(ask)
-                return
             if floor and request.seq >> LIFE_BITS > floor >> LIFE_BITS:
                 self._forget({worker})  # it has died and come back
             if worker not in shard.clocks:
@@ -156,7 +185,11 @@ class Head:
         kind = type(request).__name__.lower()
         options = {"name": request.name, "options": request.options} if kind == "call" else {}
         keys = getattr(request, "keys", False)
-        operation = Operation(kind, (asked(ask),), request.spans, keys=keys, **options)
+        self._apply(Operation(kind, (asked(ask),), request.spans, keys=keys, **options), ask)
+
+    def _apply(self, operation: Operation, ask: Ask) -> None:
+        if self._copies.open:
+            self._copies.follow(operation, ask.tensors)
         self._link.commit(operation, ask.tensors, (ask,))
 
     def _settled(self, ask: Ask, outcome: Outcome, tensors: Sequence[Tensor]) -> None:
@@ -169,7 +202,7 @@ class Head:
         else:
             self._answer(ask, outcome, tensors)
 
-    def _answer(self, ask: Ask, outcome: Outcome, tensors: Sequence[Tensor] = ()) -> None:
+    def _answer(self, ask: Ask, outcome: Outcome, tensors: Sequence[Tensor] = (), rest: bytes = b"") -> None:
         request = ask.request
         done = Done(
             seq=request.seq,
@@ -184,6 +217,7 @@ class Head:
             epoch=outcome.epoch,
             total=outcome.total,
             finished=outcome.finished,
+            rest=rest,
         )
         self._comm.post(ask.worker, done, tensors)
 
@@ -236,7 +270,7 @@ class Head:
         operation = Operation(
             "push", (asked(ask),), request.spans, request.lr, request.scale, request.used, keys=request.keys
         )
-        self._link.commit(operation, ask.tensors, (ask,))
+        self._apply(operation, ask)
         self._reached(ask.worker, self.shard.clocks[ask.worker].least())
         if self._takes:
             self._deal()
@@ -248,6 +282,8 @@ class Head:
 
     def _close(self) -> None:
         """The open clock, if nobody more is waited for; and the one after it."""
+        if not self._consistency.aggregates:
+            return
         shard, before = self.shard, self.shard.closed
         while self._complete() and self._link.stable >= self._summed:  # the sum may still be on its way to replicas
             clock = shard.closed
@@ -257,6 +293,7 @@ class Head:
             if summed:
                 self._summed = shard.number + 1
             self._link.commit(operation, tensors, asks)
+            self._copies.closed()
             for worker in {ask.worker for ask in asks}:
                 self._done[worker] = max(self._done.get(worker, 0), clock + 1)
             self._ahead = {worker for worker in self._ahead if self._done.get(worker, 0) > shard.closed}
@@ -308,6 +345,7 @@ class Head:
             elif self._consistency.staleness is not None and not dealer.ready():
                 asks = list(takes.values())  # others hold the last samples, and must not wait for these: no samples
                 takes.clear()  # this time, so that they go on to the next clock
+                self._empty = max(self._empty, *(ask.request.clock + 1 for ask in asks))
                 for ask in asks:
                     self._link.settle(ask, (Outcome(self.shard.version), ()))
             else:
@@ -328,30 +366,6 @@ class Head:
         for ask in asks:
             self._link.settle(ask, (Outcome(self.shard.version, finished=True), ()))
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-    def _mark(self, ask: Ask) -> None:
-        request = ask.request
-        assert isinstance(request, Mark)
-        if request.number <= self.shard.marked:
-            self._link.settle(ask, (Outcome(self.shard.version), ()))
-            return
-        if not self._barrier:
-            self._expected = set(self._done)
-        self._barrier[ask.worker] = ask
-        self._finish_barrier()
-
-    def _finish_barrier(self) -> None:
-        if not self._barrier or not self._barrier.keys() >= self._expected:
-            return
-        asks = [self._barrier[worker] for worker in sorted(self._barrier)]
-        number = max(ask.request.number for ask in asks)  # type: ignore[attr-defined]
-        if self._snapshot is not None:
-            self._snapshot(number, *self.shard.state(self._link.view))
-        self._link.commit(Operation("mark", tuple(asked(ask) for ask in asks), number=number), (), asks)
-        held, self._held, self._barrier = self._held, [], {}
-        for ask in held:
-            self.handle(ask)
-
 
 def asked(ask: Ask) -> Asked:
     request = ask.request
@@ -368,6 +382,8 @@ def objection(shard: Shard, ask: Ask) -> str | None:
     for first, last in request.spans:
         if not shard.start <= first <= last <= shard.stop:
             return f"asked to {verb} parameters {first} to {last}, outside of {shard.start} to {shard.stop}"
+    if kind is Save and len(request.spans) != 1 + len(shard.states):
+        return f"asked for {len(request.spans)} vectors, where there are {1 + len(shard.states)}"
     if kind is Take and (shard.dealer is None or request.count < 1):  # type: ignore[attr-defined]
         return "asked for samples where there are none"
     if isinstance(request, Call) and request.name not in shard.handlers:

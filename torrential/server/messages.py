@@ -76,10 +76,18 @@ class Take(Request, frozen=True, kw_only=True):
     after: int = 0  # updates that must have been applied before
 
 
+class Save(Request, frozen=True, kw_only=True):
+    """The copy that belongs to checkpoint `number`, as soon as it is complete (server/copies.py); spans: one for the
+    parameters and one for each of the optimizer's states. The answer has no `rest` where the copy is lost."""
+
+    number: int
+
+
 class Mark(Request, frozen=True, kw_only=True):
     """All this worker has sent before belongs to checkpoint `number`, and nothing after."""
 
     number: int
+    cut: int = -1  # as in Marking
 
 
 class Call(Request, frozen=True, kw_only=True):
@@ -103,6 +111,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     epoch: int = 0
     total: int = 0  # samples that all workers together were given at this clock
     finished: bool = False  # nothing is left to take
+    rest: bytes = b""  # of a copy, besides its tensors: encoded by server/copies.py
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -117,6 +126,14 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     seq: int
     start: int = 0
+    view: int = 0
+
+
+class Marking(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Mark this checkpoint now. Where a clock's pushes become one update, it is made of the clocks before `cut`."""
+
+    number: int
+    cut: int = -1  # -1: only those who know need to say it
     view: int = 0
 
 
@@ -151,4 +168,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     view: int
 
 
-Message = View | Put | Add | Push | Pull | Take | Mark | Call | Done | Refused | Moved | Replicate | Replicated | State
+Message = (
+    View | Put | Add | Push | Pull | Take | Save | Mark | Call
+    | Done | Refused | Moved | Marking | Replicate | Replicated | State
+)  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,24 +25,26 @@ from torrential.params.layout import Layout, Piece
 from torrential.server.messages import Span
 from torrential.task import OptimizerSpec
 
+MOST_BESIDES = 256  # optimizers of parts of a range, kept
 Scalars = dict[int, dict[str, float]]  # by entry, by name
 
 
 class Store:
     """A server's memory: full-length registered buffers."""
 
-    def __init__(self, comm: Mail, layout: Layout, spec: OptimizerSpec) -> None:
+    def __init__(self, comm: Mail, layout: Layout, spec: OptimizerSpec, name: str = "server") -> None:
         if len(layout.sizes) != 1:
             kinds = ", ".join(str(d).removeprefix("torch.") for d in layout.sizes) or "none"
             raise BadInput(
                 f"a parameter server holds parameters of one dtype (the model's: {kinds}); convert the model"
             )
         ((self.dtype, self.numel),) = layout.sizes.items()
-        self.layout, self.spec, self._comm = layout, spec, comm
+        self.layout, self.spec, self._comm, self._name = layout, spec, comm, name
         self.initial, self.counted = _probe(spec, self.dtype)
         self.parameters = self._buffer("parameters")
         self.states = {name: self._buffer(f"states/{name}") for name in self.initial}
         self._sum: Tensor | None = None
+        self._twin: Store | None = None
 
     @property
     def sum(self) -> Tensor:
@@ -51,8 +53,15 @@ class Store:
             self._sum = self._buffer("gradients")
         return self._sum
 
+    @property
+    def twin(self) -> Store:
+        """Room for a copy of everything. Takes no memory before it is used."""
+        if self._twin is None:
+            self._twin = Store(self._comm, self.layout, self.spec, f"{self._name}/copy")
+        return self._twin
+
     def _buffer(self, name: str) -> Tensor:
-        return self._comm.buffer(f"server/{name}", self.numel, self.dtype)
+        return self._comm.buffer(f"{self._name}/{name}", self.numel, self.dtype)
 
     def tensors(self, start: int, stop: int) -> list[Tensor]:
         """Parameters, then states by name."""
@@ -62,6 +71,11 @@ class Store:
         self.parameters[start:stop].zero_()
         for name, value in self.initial.items():
             self.states[name][start:stop].fill_(value)
+
+
+def state_names(spec: OptimizerSpec, dtype: torch.dtype) -> list[str]:
+    """Of the optimizer's per-element states, in a store's order."""
+    return list(_probe(spec, dtype)[0])
 
 
 def bounds(layout: Layout, spec: OptimizerSpec) -> list[int] | None:
@@ -97,6 +111,15 @@ def _bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optim
     return inspect.unwrap(step) if kind.__module__.startswith(("torch.", "torrential.")) else step
 
 
+class _Beside(NamedTuple):
+    """An optimizer of some elements of some pieces."""
+
+    numbers: Sequence[int]  # of the pieces
+    parameters: list[Tensor]
+    states: list[dict[str, Tensor]]  # with the piece's own numbers while a step is taken
+    optimizer: torch.optim.Optimizer
+
+
 class RangeOptimizer:
     """The optimizer of [start, stop). Gradients are scaled by the caller."""
 
@@ -121,6 +144,7 @@ class RangeOptimizer:
         self._optimizer = (
             self._build(range(len(self._pieces)), self._parameters, self._states) if self._pieces else None
         )
+        self._besides: dict[tuple[tuple[int, int, int], ...], _Beside] = {}
 
     def _build(
         self, numbers: Sequence[int], parameters: list[Tensor], states: list[dict[str, Tensor]]
@@ -156,53 +180,72 @@ class RangeOptimizer:
     ) -> None:
         if len(spans) == 1 and spans[0] == (self._start, self._stop):
             return self.step(gradients[0], lr, used)
-        partly: list[tuple[int, Any, Tensor]] = []
+        places: list[tuple[int, int, int]] = []
+        parts: list[Tensor] = []
+        whole = False
         for (first, last), gradient in zip(spans, gradients, strict=True):
             for i, piece in enumerate(self._pieces):
                 low, high = max(first, piece.start), min(last, piece.stop)
                 if low >= high or (used is not None and piece.entry.index not in used):
                     continue
+                part = gradient if high - low == last - first else gradient[low - first : high - first]
                 if (low, high) == (piece.start, piece.stop):
-                    self._parameters[i].grad = gradient[low - first : high - first]
+                    self._parameters[i].grad, whole = part, True
                 else:
-                    partly.append(
-                        (i, slice(low - piece.start, high - piece.start), gradient[low - first : high - first])
-                    )
-        self._run(self._optimizer, self._parameters, lr)
-        self._step_beside(partly, lr)
+                    places.append((i, low - piece.start, high - piece.start))
+                    parts.append(part)
+        if whole:
+            self._run(self._optimizer, self._parameters, lr)
+        if places:
+            self._step_beside(self._slices(tuple(places)), parts, lr)
 
     def step_keys(self, keys: Tensor, values: Tensor, lr: float) -> None:
         """Only these keys' parameters and states are looked at; `keys` are ascending, and each occurs once."""
         edges = torch.tensor([edge for piece in self._pieces for edge in (piece.start, piece.stop)], dtype=torch.int64)
         at = torch.searchsorted(keys, edges).tolist()
-        found: list[tuple[int, Any, Tensor]] = []
-        for i, piece in enumerate(self._pieces):
-            low, high = at[2 * i], at[2 * i + 1]
-            if low < high:
-                found.append((i, keys[low:high] - piece.start, values[low:high]))
-        self._step_beside(found, lr)
-
-    def _step_beside(self, parts: Sequence[tuple[int, Any, Tensor]], lr: float) -> None:
-        """With an optimizer made for the occasion, on some elements of each piece."""
-        if not parts:
+        bounds = [(i, at[2 * i], at[2 * i + 1]) for i in range(len(self._pieces))]
+        found = [(i, low, high) for i, low, high in bounds if low < high]
+        if not found:
             return
-        parameters = [self._parameters[i][where] for i, where, _ in parts]
-        vectors = self._store.states.keys()
-        states = [
-            {name: value[where] if name in vectors else value for name, value in self._states[i].items()}
-            for i, where, _ in parts
-        ]
-        for parameter, (_, _, gradient) in zip(parameters, parts, strict=True):
+        wheres = [keys[low:high] - self._pieces[i].start for i, low, high in found]
+        numbers = [i for i, _, _ in found]
+        beside = self._beside(numbers, wheres)
+        self._step_beside(beside, [values[low:high] for _, low, high in found], lr)
+        for i, where, parameter, state in zip(numbers, wheres, beside.parameters, beside.states, strict=True):
+            self._parameters[i].index_copy_(0, where, parameter)  # copies were stepped
+            for name in self._store.states:
+                self._states[i][name].index_copy_(0, where, state[name])
+
+    def _slices(self, places: tuple[tuple[int, int, int], ...]) -> _Beside:
+        """Kept, since workers push the same parts again and again."""
+        beside = self._besides.get(places)
+        if beside is None:
+            if len(self._besides) >= MOST_BESIDES:
+                self._besides.clear()
+            wheres = [slice(low, high) for _, low, high in places]
+            beside = self._besides[places] = self._beside([i for i, _, _ in places], wheres)
+        return beside
+
+    def _beside(self, numbers: Sequence[int], wheres: Sequence[Any]) -> _Beside:
+        both = list(zip(numbers, wheres, strict=True))
+        parameters = [self._parameters[i][where] for i, where in both]
+        states = [{name: self._states[i][name][where] for name in self._store.states} for i, where in both]
+        return _Beside(numbers, parameters, states, self._build(numbers, parameters, states))
+
+    def _step_beside(self, beside: _Beside, gradients: Sequence[Tensor], lr: float) -> None:
+        vectors = self._store.states
+        for i, state, parameter, gradient in zip(
+            beside.numbers, beside.states, beside.parameters, gradients, strict=True
+        ):
             parameter.grad = gradient
-        self._run(self._build([i for i, _, _ in parts], parameters, states), parameters, lr)
-        for (i, where, _), parameter, state in zip(parts, parameters, states, strict=True):
-            if isinstance(where, Tensor):  # a copy was stepped
-                self._parameters[i].index_copy_(0, where, parameter)
+            for name, value in self._states[i].items():
+                if name not in vectors:
+                    state[name] = value
+        self._run(beside.optimizer, beside.parameters, lr)
+        for i, state in zip(beside.numbers, beside.states, strict=True):
             for name, value in state.items():
                 if name not in vectors:
                     self._states[i][name] = value
-                elif isinstance(where, Tensor):
-                    self._states[i][name].index_copy_(0, where, value)
 
     def _run(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[Tensor], lr: float) -> None:
         if optimizer is None:

@@ -20,7 +20,7 @@ from torrential.errors import RunFailed
 from torrential.params.layout import Layout
 from torrential.server.chain import Ask, Link
 from torrential.server.consistency import Consistency
-from torrential.server.head import Head, Snapshot
+from torrential.server.head import Head
 from torrential.server.messages import Moved, Refused, Replicate, Replicated, Request, State, View
 from torrential.server.optimizer import Store
 from torrential.server.shard import Handler, Initial, Shard
@@ -46,19 +46,18 @@ class Server:
         *,
         initial: Initial | None = None,
         handlers: Mapping[str, Handler] | None = None,
-        snapshot: Snapshot | None = None,
         filled: Callable[[int], None] | None = None,
     ) -> None:
         """`initial`: for those that are there when the run begins; who comes later is filled by the others.
-        `snapshot(number, state, tensors)` is handed a copy of every range this server heads when all workers have
-        marked checkpoint `number`. `filled(version)` is called when this server holds all that this view says."""
+        `filled(version)` is called when this server holds all that this view says."""
         self.comm, self.store = comm, Store(comm, layout, spec)
         self.view = View(-1, (), ())
-        self._consistency, self._handlers, self._snapshot = consistency, dict(handlers or {}), snapshot
+        self._consistency, self._handlers = consistency, dict(handlers or {})
         self._filled, self._told, self._initial = filled, -1, initial
         self._links: dict[int, Link] = {}  # by the start of the range
         self._heads: dict[int, Head] = {}
         self._early: list[Letter] = []
+        self._heard: dict[int, float] = {}  # when each address was last heard of
         self._kinds: dict[type, Callable[[Letter], None]] = {
             Replicate: self._replicate,
             Replicated: self._replicated,
@@ -79,6 +78,7 @@ class Server:
 
     def handle(self, letter: Letter) -> None:
         message = letter.message
+        self._heard[letter.source] = self.comm.now()
         if isinstance(message, View):
             if message.version > self.view.version:
                 self._adopt(message)
@@ -96,6 +96,13 @@ class Server:
             for versions, times in shard.staleness.items():
                 staleness[versions] = staleness.get(versions, 0) + times
         return Report(sum(s.version for s in shards), sum(s.dropped for s in shards), dict(sorted(staleness.items())))
+
+    def waits_for(self) -> list[tuple[int, float]]:
+        """Addresses of those without whom something cannot go on here, and how many seconds each has been silent."""
+        now = self.comm.now()
+        waiting: list[Head | Link] = [*self._heads.values(), *self._links.values()]
+        found = {address for one in waiting for address in one.waits_for()}
+        return [(address, now - self._heard.get(address, now)) for address in sorted(found)]
 
     # -- requests ----------------------------------------------------------------------------------------------------
     def _request(self, worker: int, request: Request, tensors: Sequence[Tensor]) -> None:
@@ -154,13 +161,15 @@ class Server:
                 kept = before.get(r.start) is link
                 head = heads.get(r.start) if kept else None
                 if head is None:
-                    head = Head(self.comm, link, self._consistency, self._snapshot)
+                    head = Head(self.comm, link, self._consistency)
                 self._heads[r.start] = head
                 anew.append(head)
             if begin:
                 link.before = neighbours[0]  # both have the same to begin with
             link.place(*neighbours, view.version)
         self._initial = None
+        for address in (*view.workers, *view.servers()):
+            self._heard.setdefault(address, self.comm.now())
         for head in anew:
             head.adopt(view.workers, begin)
         early, self._early = self._early, []

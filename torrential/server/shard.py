@@ -157,6 +157,15 @@ class Shard:
         piece.number = self.number
         return piece
 
+    def copied(self, store: Store) -> Shard:
+        """The same, in other memory."""
+        for copy, mine in zip(
+            store.tensors(self.start, self.stop), self.store.tensors(self.start, self.stop), strict=True
+        ):
+            copy.copy_(mine)
+        rest = msgspec.msgpack.decode(msgspec.msgpack.encode(self._rest()), type=Rest)
+        return Shard(store, self.start, self.stop, self.handlers, rest)
+
     def _rest(self) -> Rest:
         return Rest(
             self.version,
@@ -270,8 +279,8 @@ class Shard:
     def _take(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
         assert self.dealer is not None
         workers = [asked.worker for asked in operation.asked]
+        self.dealer.dealt = max(self.dealer.dealt, operation.asked[0].clock + 1)
         if self.dealer.together:
-            self.dealer.dealt = operation.asked[0].clock + 1
             hands = self.dealer.deal_together(workers, operation.number)
         else:
             hands = [self.dealer.deal(worker, operation.number) for worker in workers]
