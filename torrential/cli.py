@@ -40,6 +40,7 @@ class Terminated(BaseException):
     torrential train digits --workers 2\n
     torrential train my_task.py --workers 4 --set transport=tcp --target 0.98\n
     torrential train digits --workers 4 --set restart=true --set accumulate=2\n
+    torrential train digits --strategy downpour --workers 64 --servers 4 --cluster spot64\n
     torrential train --resume runs/digits-allreduce-20260101-120000"""
 )
 def train(
@@ -54,6 +55,10 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Learning rate; the task's own by default.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random; 0 by default.")] = None,
     device: Annotated[str | None, typer.Option(help="auto (the default), cpu or cuda.")] = None,
+    world: Annotated[str | None, typer.Option(help="local (this machine's processes, the default) or sim.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="What is simulated: a TOML file, or laptop, spot64, goyal256.")
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,7 +72,7 @@ def train(
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets are.", envvar="TORRENTIAL_DATA")] = None,
     json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
 ) -> None:
-    """Train TASK on this machine's processes."""
+    """Train TASK on this machine's processes, or on a simulated cluster."""
     with _launching() as launch:
         from torrential import prepare, records, run
         from torrential.data import find
@@ -85,6 +90,7 @@ def train(
                 "out": out,
             }
             given |= {"workers": workers, "servers": servers, "seed": seed, "device": device, "strategy": strategy}
+            given |= {"world": world, "cluster": cluster}
             changed = [f"--{name}" for name, value in given.items() if value is not None] + ["--set"] * bool(set_)
             if changed:
                 raise BadInput(f"a resumed run keeps its options; leave out {', '.join(changed)}")
@@ -107,6 +113,8 @@ def train(
                 lr=lr,
                 seed=seed or 0,
                 device=device or "auto",
+                world=world or ("local" if cluster is None else "sim"),
+                cluster=cluster,
             )
             job = prepare.prepare(asked, out)
         _err.print(f"run directory: {job.directory}", highlight=False)

@@ -8,7 +8,7 @@ import msgspec
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the local world runs its roles."""
+    """How a world runs its roles."""
 
     transport: Literal["shared", "unix", "tcp"] = "shared"
     """What carries data between workers on this host."""
@@ -35,6 +35,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that one role waits for another before it is taken for hung."""
     evaluate_every: int | None = None
     """Steps between two snapshots (evaluation and checkpoint); by default one per epoch."""
+    gradients: Literal["on", "off"] = "on"
+    """Off: every message and clock of a simulation, and none of the arithmetic; nothing is learnt then."""
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,4 +98,5 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     settings: Settings
     recipe: Recipe = Recipe()
+    cluster: dict[str, Any] | None = None  # what is simulated, as in a cluster file
     base_batch: int = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled

@@ -19,6 +19,7 @@ from torch import nn
 from torrential import checkpoint as checkpoints
 from torrential import records
 from torrential.comm import futex
+from torrential.comm.schedules import ALGORITHMS
 from torrential.config import Recipe, RunConfig, Settings
 from torrential.data.batches import Batches
 from torrential.data.resize import Resize
@@ -34,7 +35,9 @@ from torrential.tasks import load_task
 from torrential.trainer.slow import Slow
 from torrential.version import __version__
 from torrential.worlds.base import Job
+from torrential.worlds.sim.cluster import make_cluster, read_cluster
 
+WORLDS = ("local", "sim")
 Sample = tuple[Any, Any]  # a few inputs and their targets
 
 _held: dict[Path, int] = {}  # directories of runs under way in this process, locked
@@ -57,6 +60,8 @@ class Request:
     lr: float | None = None
     seed: int = 0
     device: str = "auto"
+    world: str = "local"
+    cluster: str | dict[str, Any] | None = None  # to simulate: a file, the name of one that is shipped, or a table
 
 
 def prepare(asked: Request, out: Path | None) -> Job:
@@ -84,14 +89,16 @@ def prepare(asked: Request, out: Path | None) -> Job:
     model, sample = _try_once(task)
     device = _device(asked.device)
     servers = _servers(asked, strategy, settings, model)
-    settings = _check_native(settings, device, asked.workers)
+    cluster = _cluster(asked, settings, servers)
+    if cluster is None:
+        settings = _check_native(settings, device, asked.workers)
     Slow.parse(settings.slow, asked.workers)
     config = RunConfig(
         task=task.name,
         source=_lasting(asked.source),
         strategy=asked.strategy,
         options=msgspec.to_builtins(strategy),
-        world="local",
+        world=asked.world,
         workers=asked.workers,
         servers=servers,
         epochs=task.epochs,
@@ -105,6 +112,7 @@ def prepare(asked: Request, out: Path | None) -> Job:
         device=device,
         settings=settings,
         recipe=recipe,
+        cluster=cluster,
         base_batch=recipe.base_batch or asked.task.batch_size,
     )
     changes = _check_recipe(config, strategy, task, model, sample)
@@ -122,6 +130,25 @@ def prepare(asked: Request, out: Path | None) -> Job:
     records.write_manifest(directory, manifest)
     _lock(directory)
     return Job(config, task, strategy, directory, changes=changes)
+
+
+def _cluster(asked: Request, settings: Settings, servers: int) -> dict[str, Any] | None:
+    """What is simulated, if it is."""
+    if asked.world not in WORLDS:
+        raise UnknownName("world", asked.world, WORLDS)
+    if asked.world != "sim":
+        if asked.cluster is not None:
+            raise BadInput("--cluster is what is simulated; add --world sim, or leave it out")
+        if settings.gradients == "off":
+            raise BadInput("gradients=off needs a simulation; add --world sim")
+        return None
+    if settings.algorithm not in ("auto", *ALGORITHMS):
+        raise BadInput(
+            f"algorithm={settings.algorithm} is for real processes; in a simulation use auto, {', '.join(ALGORITHMS)}"
+        )
+    table = read_cluster(asked.cluster) if isinstance(asked.cluster, str) else asked.cluster or {}
+    make_cluster(table).check(asked.workers, servers)
+    return table
 
 
 def _servers(asked: Request, strategy: Strategy, settings: Settings, model: nn.Module) -> int:

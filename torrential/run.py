@@ -22,7 +22,7 @@ from torrential.records import Evaluation, Event, Record, RecordWriter, Step, Su
 from torrential.strategies.base import Strategy
 from torrential.task import Task
 from torrential.tasks import load_task
-from torrential.worlds.base import Job, Listener
+from torrential.worlds.base import Job, Listener, World
 from torrential.worlds.local.launch import Launch
 
 
@@ -59,12 +59,17 @@ def train(
     lr: float | None = None,
     seed: int = 0,
     device: str = "auto",
+    world: str = "local",
+    cluster: str | os.PathLike[str] | dict[str, Any] | None = None,
     out: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     **options: Any,
 ) -> TrainResult:
-    """Train a task with a strategy on this machine's processes; blocks until it is done.
+    """Train a task with a strategy; blocks until it is done.
+
+    On this machine's processes, or with `world="sim"` on a simulated cluster, which `cluster` describes: a TOML file,
+    the name of a shipped one, or a table (torrential/worlds/sim/cluster.py).
 
     With `resume` a run's directory, go on with that run; everything but the task is taken from there.
 
@@ -89,6 +94,8 @@ def train(
             lr=lr,
             seed=seed,
             device=device,
+            world=world,
+            cluster=os.fspath(cluster) if isinstance(cluster, os.PathLike) else cluster,
         )
         job = prepare(asked, None if out is None else Path(out))
         try:
@@ -120,8 +127,6 @@ def execute(job: Job, launch: Launch, listener_for: Callable[[Job], Any]) -> Tra
 
 
 def _execute(job: Job, launch: Launch, listener_for: Callable[[Job], Any]) -> TrainResult:
-    from torrential.worlds.local.supervisor import LocalWorld
-
     path = job.directory / records.RECORDS
     with RecordWriter(path) as writer:
         if job.checkpoint is not None:
@@ -133,7 +138,7 @@ def _execute(job: Job, launch: Launch, listener_for: Callable[[Job], Any]) -> Tr
             writer.write(event)
             listener.record(event)
         try:
-            LocalWorld(launch).run(job, writer.write, listener)
+            _world(job, launch).run(job, writer.write, listener)
         finally:
             close = getattr(listener, "close", None)
             if close is not None:
@@ -148,6 +153,17 @@ def _execute(job: Job, launch: Launch, listener_for: Callable[[Job], Any]) -> Tr
     model.load_state_dict(final.model)
     model.eval()
     return TrainResult(model, summary, [*history, summary], job.directory)
+
+
+def _world(job: Job, launch: Launch) -> World:
+    if job.config.world == "sim":
+        from torrential.worlds.sim.cluster import make_cluster
+        from torrential.worlds.sim.world import SimWorld
+
+        return SimWorld(make_cluster(job.config.cluster or {}))
+    from torrential.worlds.local.supervisor import LocalWorld
+
+    return LocalWorld(launch)
 
 
 def summarise(job: Job, history: list[Record]) -> Summary:

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from torrential.errors import BadInput
+from torrential.errors import BadInput, UnknownName
 
 Seconds = Annotated[float, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
@@ -188,14 +188,26 @@ def _slow_now(straggler: Straggler, key: str, batch: int) -> bool:
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
-def load_cluster(path: Path) -> Cluster:
+SHIPPED = Path(__file__).parent / "clusters"
+
+
+def read_cluster(where: str) -> dict[str, Any]:
+    """A cluster file, or one of those that come with Torrential; checked, as plain data."""
+    path = Path(where)
+    if not path.suffix and not path.exists():
+        known = sorted(file.stem for file in SHIPPED.glob("*.toml"))
+        if where not in known:
+            raise UnknownName("cluster", where, known)
+        path = SHIPPED / f"{where}.toml"
     try:
         table = tomllib.loads(path.read_text())
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}; give a TOML file with --cluster") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is no TOML: {error}") from error
-    return make_cluster({"name": path.stem} | table, str(path))
+    whole = {"name": path.stem} | table
+    make_cluster(whole, str(path))
+    return whole
 
 
 def make_cluster(table: dict[str, Any], where: str = "the cluster") -> Cluster:
