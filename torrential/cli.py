@@ -73,7 +73,7 @@ def train(
     json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
 ) -> None:
     """Train TASK on this machine's processes, or on a simulated cluster."""
-    with _launching() as launch:
+    with _launching(local=world != "sim" and cluster is None) as launch:
         from torrential import prepare, records, run
         from torrential.data import find
         from torrential.progress import Progress, final_table
@@ -254,17 +254,18 @@ def _options(pairs: list[str]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _launching() -> Iterator[Launch]:
+def _launching(local: bool = True) -> Iterator[Launch | None]:
     def end(signum: int, frame: FrameType | None) -> None:
         raise Terminated(signum)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)
-    launch = Launch()
+    launch = Launch() if local else None
     try:
         yield launch
     finally:
-        launch.close()
+        if launch is not None:
+            launch.close()
 
 
 def main() -> None:

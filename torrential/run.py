@@ -75,7 +75,7 @@ def train(
 
     `options` are the strategy's and the world's, as after `--set`: `transport="tcp"`, `restart=True`, ...
     """
-    launch = Launch()
+    launch = Launch() if world == "local" else None
     try:
         loaded = load_task(task) if isinstance(task, str) else task
         if resume is not None:
@@ -104,7 +104,8 @@ def train(
             print(f"stopped; go on with tt.train(task, resume={str(job.directory)!r})", file=sys.stderr)
             raise
     finally:
-        launch.close()
+        if launch is not None:
+            launch.close()
 
 
 def _listener(job: Job, show: bool | None) -> Any:
@@ -119,14 +120,14 @@ def _listener(job: Job, show: bool | None) -> Any:
     ).__enter__()
 
 
-def execute(job: Job, launch: Launch, listener_for: Callable[[Job], Any]) -> TrainResult:
+def execute(job: Job, launch: Launch | None, listener_for: Callable[[Job], Any]) -> TrainResult:
     try:
         return _execute(job, launch, listener_for)
     finally:
         unlock(job.directory)
 
 
-def _execute(job: Job, launch: Launch, listener_for: Callable[[Job], Any]) -> TrainResult:
+def _execute(job: Job, launch: Launch | None, listener_for: Callable[[Job], Any]) -> TrainResult:
     path = job.directory / records.RECORDS
     with RecordWriter(path) as writer:
         if job.checkpoint is not None:
@@ -155,7 +156,7 @@ def _execute(job: Job, launch: Launch, listener_for: Callable[[Job], Any]) -> Tr
     return TrainResult(model, summary, [*history, summary], job.directory)
 
 
-def _world(job: Job, launch: Launch) -> World:
+def _world(job: Job, launch: Launch | None) -> World:
     if job.config.world == "sim":
         from torrential.worlds.sim.cluster import make_cluster
         from torrential.worlds.sim.world import SimWorld

@@ -93,7 +93,7 @@ def _bytes(text: str) -> int:
     return size
 
 
-def measure(asked: Ask, launch: Launch, listener: Listener) -> Result:
+def measure(asked: Ask, launch: Launch | None, listener: Listener) -> Result:
     """Start the workers, let them measure, and put together what they report."""
     news: list[News] = []
 

@@ -1,0 +1,136 @@
+"""The simulated world keeps the strategies' contract: the same golden equivalences, deaths survived, same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torrential as tt
+from torrential import checkpoint as checkpoints
+from torrential.errors import BadInput, RunFailed
+from torrential.records import RECORDS, Event, Step
+from torrential.strategies import STRATEGIES
+
+FAST: dict[str, Any] = {"compute": {"seconds_per_sample": 1e-3}, "detection": 0.05}
+SERVED = [name for name, kind in STRATEGIES.items() if kind.served]
+
+
+def simulate(out: Path, strategy: str, workers: int = 4, cluster: dict[str, Any] | None = None, **options: Any) -> Any:
+    if STRATEGIES[strategy].served:
+        options = {"servers": 2} | options
+    return tt.train(
+        "digits-mlp",
+        strategy,
+        workers=workers,
+        world="sim",
+        cluster=FAST | (cluster or {}),
+        out=out,
+        device="cpu",
+        progress=False,
+        **{"epochs": 2} | options,
+    )
+
+
+def weights(result: Any) -> dict[str, Tensor]:
+    found, _ = checkpoints.latest(result.out / "checkpoints")
+    assert found is not None
+    return dict(found.model)
+
+
+def difference(a: Any, b: Any) -> float:
+    one, other = weights(a), weights(b)
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_golden_equivalences(tmp_path: Path) -> None:
+    joined = simulate(tmp_path / "joined", "allreduce", 1, batch_size=64, lr=0.1)
+    for number, (strategy, options) in enumerate(
+        [("allreduce", {}), ("bsp", {}), ("ssp", {"staleness": 0}), ("allreduce", {"algorithm": "ring"})]
+    ):
+        four = simulate(tmp_path / str(number), strategy, 4, batch_size=16, lr=0.1, **options)
+        assert difference(four, joined) < 1e-6, (strategy, options)
+    plain = simulate(tmp_path / "plain", "allreduce", 1)
+    alone = simulate(tmp_path / "alone", "downpour", 1, server="task")
+    assert difference(alone, plain) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_simulated_is_real(strategy: str, tmp_path: Path) -> None:
+    """With one worker there is one order of things, so both worlds come to the same parameters."""
+    servers = {"servers": 2} if STRATEGIES[strategy].served else {}
+    options = servers | ({"backups": 0} if strategy == "backup" else {})
+    here = {"workers": 1, "epochs": 1, "device": "cpu", "progress": False} | options
+    real = tt.train("digits-mlp", strategy, out=tmp_path / "real", **here)  # type: ignore[arg-type]
+    assert difference(simulate(tmp_path / "sim", strategy, 1, epochs=1, **options), real) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_deaths_are_survived_and_repeat_to_the_byte(strategy: str, tmp_path: Path) -> None:
+    faults = [{"kind": "crash", "worker": 2, "at": 0.3, "lasts": 0.3}, {"kind": "crash", "worker": 1, "at": 0.5}]
+    if strategy in SERVED:
+        faults.append({"kind": "crash", "server": 1, "at": 0.35, "lasts": 0.2})
+    spread = {"seconds_per_sample": 1e-3, "spread": "lognormal"}
+    cluster = {"faults": faults, "compute": spread, "stragglers": [{"worker": 3, "factor": 2.0}]}
+    runs = [simulate(tmp_path / str(i), strategy, cluster=cluster, epochs=4) for i in range(2)]
+    events = [record.event for record in runs[0].history if isinstance(record, Event)]
+    assert events.count("worker_lost") == 2 and events.count("worker_joined") == 1
+    assert ("server_filled" in events) == (strategy in SERVED)
+    assert difference(*runs) == 0
+    first, second = ((run.out / RECORDS).read_bytes().replace(str(run.out).encode(), b"") for run in runs)
+    assert first == second
+    assert runs[0].summary.value > 0.5
+
+
+def test_time_is_what_the_cluster_says(tmp_path: Path) -> None:
+    """Workers that wait for one another are as slow as the slowest of them."""
+    cluster = {"network": {"latency": 0.0, "bandwidth": 1e15, "inside_bandwidth": 1e15, "handling": 0.0}}
+    even = simulate(tmp_path / "even", "allreduce", cluster=cluster, steps=10, batch_size=16)
+    assert even.summary.seconds == pytest.approx(10 * 16 * 1e-3, rel=1e-3)
+    slow = cluster | {"stragglers": [{"worker": 1, "factor": 4.0}]}
+    uneven = simulate(tmp_path / "uneven", "allreduce", cluster=slow, steps=10, batch_size=16)
+    assert uneven.summary.seconds == pytest.approx(4 * even.summary.seconds, rel=1e-3)
+    waited = [s.wait for s in uneven.history if isinstance(s, Step) and s.worker == 0]
+    assert sum(waited) == pytest.approx(0.75 * uneven.summary.seconds, rel=0.1)
+
+
+def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
+    whole = simulate(tmp_path / "whole", "allreduce", epochs=3)
+    part = simulate(tmp_path / "part", "allreduce", epochs=3)
+    for path in sorted((part.out / "checkpoints").iterdir())[-1:]:
+        path.rename(tmp_path / path.name)
+    lines = (part.out / RECORDS).read_bytes().splitlines(keepends=True)
+    (part.out / RECORDS).write_bytes(b"".join(line for line in lines if b'"summary"' not in line))
+    resumed = tt.train("digits-mlp", resume=part.out, progress=False)
+    assert difference(resumed, whole) == 0
+
+
+def test_a_partition_for_ever_ends_with_who_waited(tmp_path: Path) -> None:
+    cluster = {"faults": [{"kind": "partition", "hosts": [0, 1], "at": 0.2}]}
+    with pytest.raises(RunFailed, match="worker"):
+        simulate(tmp_path / "sync", "allreduce", cluster=cluster)
+    with pytest.raises(RunFailed, match="server"):
+        simulate(tmp_path / "served", "downpour", cluster=cluster)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"world": "simm"}, "did you mean 'sim'"),
+        ({"cluster": "laptop"}, "add --world sim"),
+        ({"world": "sim", "cluster": "nowhere.toml"}, "cannot read"),
+        ({"world": "sim", "cluster": {"host": 3}}, "host"),
+        ({"world": "sim", "cluster": {"network": {"latency": -1.0}}}, "latency"),
+        ({"world": "sim", "cluster": {"hosts": 2}, "workers": 3}, "too small"),
+        ({"world": "sim", "cluster": {"stragglers": [{"worker": 7}]}}, "names worker 7"),
+        ({"gradients": "off"}, "--world sim"),
+        ({"world": "sim", "algorithm": "native"}, "real processes"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=says):
+        tt.train("digits-mlp", out=tmp_path / "run", progress=False, **options)
+    assert torch.is_grad_enabled()
