@@ -10,7 +10,7 @@ not; so does a warm start, in which one replica runs alone at first.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import torch
@@ -72,12 +72,16 @@ class Downpour(Strategy, frozen=True, kw_only=True):
                 number += 1
                 if number % self.fetch_every:
                     ctx.vector.sub_(ctx.gradient, alpha=rate)  # the replica keeps moving
-                last = minibatch.stop == batch.stop
+                last, fetch = minibatch.stop == batch.stop, number % self.fetch_every == 0
                 if last:
                     gradient = ctx.gradient if total is None else total
-                    pushed = ctx.params.push(gradient, clock=clock, lr=rate, used=ctx.used, lease=batch.lease)
-                if number % self.fetch_every == 0:
-                    fetched = ctx.params.pull(ctx.vector, clock=clock + last)
+                    about: dict[str, Any] = {"clock": clock, "lr": rate, "used": ctx.used, "lease": batch.lease}
+                    if fetch:  # in one round trip
+                        pushed = fetched = ctx.params.push_pull(gradient, ctx.vector, **about)
+                    else:
+                        pushed = ctx.params.push(gradient, **about)
+                elif fetch:
+                    fetched = ctx.params.pull(ctx.vector, clock=clock)
             assert pushed is not None
             known = before if self.overlap else pushed
             ctx.advance(batch, loss, None if known is None else known.wait())
