@@ -15,6 +15,8 @@ from typing import Any
 
 from torrential.records import Evaluation, Event, Manifest, Step, Summary
 
+DIVERGED = "diverged"  # the event that ends the records of a run whose loss was no number any more
+
 
 @dataclass(frozen=True)
 class Run:
@@ -25,12 +27,48 @@ class Run:
     steps: list[Step]
     evaluations: list[Evaluation]
     events: list[Event]
-    summary: Summary | None  # None: it was cut off
+    summary: Summary | None  # None: it was cut off, or diverged
     problem: str = ""  # what is wrong with its records, in words
 
     @property
     def config(self) -> dict[str, Any]:
         return self.manifest.config
+
+    @property
+    def diverged(self) -> bool:
+        return any(event.event == DIVERGED for event in self.events)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it counts: it ended by itself."""
+        return self.summary is not None or self.diverged
+
+    @property
+    def validation(self) -> list[Evaluation]:
+        return [e for e in self.evaluations if e.split == "validation"]
+
+    @property
+    def time_to_target(self) -> float | None:
+        """Seconds from the first touch of data; None: missed, or there was no target."""
+        return None if self.summary is None else self.summary.time_to_target
+
+    @property
+    def seconds(self) -> float:
+        """That it trained."""
+        return max((step.time for step in self.steps), default=0.0)
+
+    @property
+    def bytes_to_target(self) -> int | None:
+        """That workers sent until then; None: missed. Counters start at zero in a worker that replaces another."""
+        if (end := self.time_to_target) is None:
+            return None
+        total, last = 0, dict[int, int]()
+        for step in self.steps:
+            if step.time <= end:
+                before = last.get(step.worker, 0)
+                total += step.bytes_sent - (before if step.bytes_sent >= before else 0)
+                last[step.worker] = step.bytes_sent
+        return total
 
 
 @dataclass(frozen=True)
@@ -43,6 +81,12 @@ class Entry:
     world: str
     cluster: str  # the name of the cluster file, or ""
     runs: list[Run] = field(default_factory=list)
+    tuned: dict[str, str] = field(default_factory=dict)  # what tuning has chosen
+
+    @property
+    def finished(self) -> list[Run]:
+        """The trials that count."""
+        return [run for run in self.runs if run.finished]
 
 
 @dataclass(frozen=True)
@@ -56,3 +100,6 @@ class Study:
     tuning: list[Entry]  # one per entry and value tried
     command: list[str]  # that made it; empty for a plain directory
     problems: list[str]  # what could not be read, in words
+    maximize: bool = True  # whether more of the metric is better
+    interval: int | None = None  # samples between two evaluations, as declared; None: an epoch
+    asked: bool = False  # whether there is a study.json
