@@ -15,6 +15,7 @@ from typing import Any
 
 from torrential.records import Evaluation, Event, Manifest, Step, Summary
 
+STUDY = "study.json"
 DIVERGED = "diverged"  # the event that ends the records of a run whose loss was no number any more
 
 

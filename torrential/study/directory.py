@@ -1,0 +1,62 @@
+"""The directory of a study: one question, put once, and one process at a time that answers it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from torrential import records
+from torrential.errors import BadInput
+from torrential.study.ask import FORMAT, Question, differences
+from torrential.study.results import STUDY
+
+
+def read_question(directory: Path) -> Question:
+    path = directory / STUDY
+    try:
+        content = path.read_bytes()
+        found = msgspec.json.decode(content)
+        version = found.get("format") if isinstance(found, dict) else None
+        if version != FORMAT:
+            raise BadInput(
+                f"{path} has format {version} and this version reads {FORMAT}; use the version that wrote it"
+            )
+        return msgspec.convert(found, Question)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise BadInput(f"{directory} holds no study ({STUDY} is missing); name the directory of one") from error
+    except OSError as error:
+        raise BadInput(f"cannot read {path} ({error.strerror}); check its permissions") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is damaged ({error}); take it from a copy, or start a new study") from error
+
+
+def open_directory(directory: Path, question: Question) -> Question:
+    """Make the study's directory, or find in it the same study; gives the question that is kept there."""
+    if (directory / STUDY).exists():
+        kept = read_question(directory)
+        if changed := differences(kept, question):
+            raise BadInput(f"{directory} holds another study ({'; '.join(changed)}); choose another --out")
+        return kept
+    records.create_run_directory(directory)
+    content = msgspec.json.format(msgspec.json.encode(question), indent=2) + b"\n"
+    records.replace_file(directory / STUDY, content)
+    return question
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """One process at a time carries a study out; the lock goes with the process."""
+    fd = os.open(directory / STUDY, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise BadInput(f"the study in {directory} is still going on; wait for it, or end it first") from error
+        yield
+    finally:
+        os.close(fd)

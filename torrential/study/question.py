@@ -1,0 +1,119 @@
+"""From what was asked to a study whose every run has been checked, before the first of them is started."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from torrential import prepare
+from torrential.config import Settings
+from torrential.errors import BadInput
+from torrential.options import make
+from torrential.strategies import STRATEGIES
+from torrential.study.ask import Asked, Question, Spec, check_asked, grid, make_specs, with_values
+from torrential.task import Task
+from torrential.tasks import load_task
+from torrential.version import __version__
+from torrential.worlds.base import Job
+
+CLOSE = 0.1  # how far the samples of an entry's interval may be off, as steps are whole
+
+
+def make_question(asked: Asked, command: list[str]) -> tuple[Question, Task]:
+    check_asked(asked)
+    task = load_task(asked.task)
+    specs = make_specs(asked)
+    jobs = [_check(asked, spec, task) for spec in specs]
+    specs, interval = _same_rules(asked, specs, jobs)
+    for spec in specs:
+        for values in grid(asked.tune):
+            _check(asked, with_values(spec, values), task)
+    question = Question(
+        torrential=__version__,
+        digest=_digest(asked.task),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command,
+        asked=asked,
+        entries=specs,
+        task=task.name,
+        metric=task.metric_name,
+        maximize=task.maximize,
+        interval=interval,
+    )
+    return question, task
+
+
+def request(asked: Asked, spec: Spec, task: Task, seed: int) -> prepare.Request:
+    """One run of an entry."""
+    options = {k: v for k, v in asked.set.items() if k != "evaluate_every"} | spec.options
+    if spec.evaluate_every is not None:
+        options["evaluate_every"] = str(spec.evaluate_every)
+    served = spec.strategy in STRATEGIES and STRATEGIES[spec.strategy].served
+    return prepare.Request(
+        task=task,
+        source=asked.task,
+        strategy=spec.strategy,
+        options=options,
+        workers=spec.workers,
+        servers=(asked.servers if served else None) if spec.servers is None else spec.servers,
+        epochs=asked.epochs,
+        steps=spec.steps,
+        target=asked.target,
+        batch_size=asked.batch_size if spec.batch_size is None else spec.batch_size,
+        lr=asked.lr if spec.lr is None else spec.lr,
+        seed=seed,
+        device=asked.device,
+        world=spec.world,
+        cluster=spec.cluster or None,
+    )
+
+
+def _check(asked: Asked, spec: Spec, task: Task) -> Job:
+    """Refuse what a run of this entry would refuse; leaves nothing."""
+    with tempfile.TemporaryDirectory(prefix="torrential-") as place:
+        try:
+            job = prepare.prepare(request(asked, spec, task, asked.seed), Path(place) / "run")
+        except BadInput as error:
+            raise BadInput(f"{spec.name}: {error}") from error
+        prepare.unlock(job.directory)
+    return job
+
+
+def _same_rules(asked: Asked, specs: list[Spec], jobs: list[Job]) -> tuple[list[Spec], int | None]:
+    """Steps mean different numbers of samples in different entries. What is given in steps counts those of the first
+    entry; the others are stopped, and evaluated, after as many samples."""
+    joined = [job.strategy.joined(job.config.workers, job.config.batch_size) for job in jobs]
+    every = make(Settings, {k: v for k, v in asked.set.items() if k == "evaluate_every"}).evaluate_every
+    if every is not None and every < 1:
+        raise BadInput(f"evaluate_every must be at least 1 (given: {every})")
+    interval = None if every is None else every * joined[0]
+    limit = None if asked.steps is None else asked.steps * joined[0]
+    changed = [
+        msgspec.structs.replace(
+            spec,
+            steps=None if limit is None else max(1, round(limit / samples)),
+            evaluate_every=None if interval is None else _steps(interval, samples, spec.name),
+        )
+        for spec, samples in zip(specs, joined, strict=True)
+    ]
+    return changed, interval
+
+
+def _steps(interval: int, joined: int, name: str) -> int:
+    steps = max(1, round(interval / joined))
+    if abs(steps * joined - interval) > CLOSE * interval:
+        raise BadInput(
+            f"an evaluation every {interval:,} samples does not fit {name}, whose step takes {joined:,}; "
+            "use a larger evaluate_every, or none for one per epoch"
+        )
+    return steps
+
+
+def _digest(source: str) -> str:
+    """Of the task's file, so that a study does not go on with another one."""
+    file = source if source.endswith(".py") else source.rpartition(":")[0]
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file.endswith(".py") else ""

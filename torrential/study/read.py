@@ -1,0 +1,208 @@
+"""From a directory to a Study: one made by `torrential compare`, a directory of runs, or one run.
+
+What cannot be read is left out, and named in `problems`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from torrential import records
+from torrential.config import Recipe, RunConfig, Settings
+from torrential.errors import BadInput
+from torrential.records import Evaluation, Event, Step, Summary
+from torrential.study.ask import Question, Spec, grid, own_options
+from torrential.study.directory import read_question
+from torrential.study.plan import trial_directory, tuning_directory
+from torrential.study.results import STUDY, Entry, Run, Study
+from torrential.study.tuning import choose
+
+FEW = 6  # names in a message
+
+
+def read_study(directory: Path) -> Study:
+    if not directory.is_dir():
+        raise BadInput(f"there is no directory {directory}; name a study, a directory of runs, or a run")
+    if (directory / STUDY).exists():
+        return _asked(directory, read_question(directory))
+    inside = [directory] if _is_run(directory) else sorted(filter(_is_run, directory.iterdir()))
+    if not inside:
+        studies = sorted(place.name for place in directory.iterdir() if (place / STUDY).exists())
+        if studies:
+            raise BadInput(f"{directory} holds studies ({_few(studies)}); name one: {directory / studies[-1]}")
+        raise BadInput(f"there is no run in {directory}; make some with torrential compare, or torrential train")
+    return _plain(directory, inside)
+
+
+def read_run(directory: Path) -> Run:
+    """Raises BadInput where there is nothing to be had."""
+    manifest = records.read_manifest(directory)
+    try:
+        msgspec.convert(manifest.config, RunConfig)
+    except msgspec.ValidationError as error:
+        path = directory / records.MANIFEST
+        raise BadInput(f"{path} is of another version, or damaged ({error}); use the version that wrote it") from error
+    path = directory / records.RECORDS
+    found, cut = records.scan_records(path) if path.exists() else ([], 0)
+    run = Run(
+        directory,
+        manifest,
+        steps=[r for r in found if isinstance(r, Step)],
+        evaluations=[r for r in found if isinstance(r, Evaluation)],
+        events=[r for r in found if isinstance(r, Event)],
+        summary=next((r for r in reversed(found) if isinstance(r, Summary)), None),
+    )
+    if run.finished:
+        return run
+    how = "its records end in the middle of a line" if cut else "its records have no end"
+    return replace(run, problem=f"{how}: it was cut off, or is going on; it does not count")
+
+
+def _is_run(directory: Path) -> bool:
+    return (directory / records.MANIFEST).exists()
+
+
+def _read_all(directories: Iterable[Path], problems: list[str]) -> list[Run]:
+    runs = []
+    for directory in filter(_is_run, directories):
+        try:
+            run = read_run(directory)
+        except BadInput as error:
+            problems.append(str(error))
+            continue
+        if run.problem:
+            problems.append(f"{directory}: {run.problem}")
+        runs.append(run)
+    return runs
+
+
+# -- a study ----------------------------------------------------------------------------------------------------------
+def _asked(directory: Path, question: Question) -> Study:
+    asked, problems = question.asked, list[str]()
+    entries, tuning = [], []
+    for spec in question.entries:
+        tried = []
+        for values in grid(asked.tune):
+            numbers = range(1, asked.tune_trials + 1)
+            runs = _read_all((tuning_directory(directory, spec, values, n) for n in numbers), problems)
+            tried.append((values, runs))
+            words = " ".join(f"{name}={value}" for name, value in values.items())
+            tuning.append(_entry(spec, f"{spec.name} · {words}", own_options(spec) | values, runs))
+        complete = tried and all(sum(run.finished for run in runs) == asked.tune_trials for _, runs in tried)
+        tuned = choose(tried, question.maximize) if complete else {}
+        runs = _read_all((trial_directory(directory, spec, n) for n in range(1, asked.trials + 1)), problems)
+        entries.append(replace(_entry(spec, spec.name, own_options(spec) | tuned, runs), tuned=tuned))
+    return Study(
+        directory=directory,
+        task=question.task,
+        metric=question.metric,
+        target=asked.target,
+        trials=asked.trials,
+        entries=entries,
+        tuning=tuning,
+        command=question.command,
+        problems=problems,
+        maximize=question.maximize,
+        interval=question.interval,
+        asked=True,
+    )
+
+
+def _entry(spec: Spec, name: str, options: dict[str, Any], runs: list[Run]) -> Entry:
+    servers = runs[0].config["servers"] if runs else spec.servers or 0
+    cluster = Path(spec.cluster).stem
+    return Entry(name, spec.strategy, options, spec.workers, servers, spec.world, cluster, runs)
+
+
+# -- a directory of runs ----------------------------------------------------------------------------------------------
+def _plain(directory: Path, inside: Sequence[Path]) -> Study:
+    problems: list[str] = []
+    runs = _read_all(inside, problems)
+    if not runs:
+        raise BadInput(f"no run in {directory} can be read: {'; '.join(problems[:FEW])}")
+    tasks = Counter(run.config["task"] for run in runs)
+    if len(tasks) > 1:
+        held = ", ".join(f"{count} of {task}" for task, count in tasks.items())
+        raise BadInput(f"{directory} holds runs of several tasks ({held}), which cannot be compared; keep them apart")
+    targets = {run.config["target"] for run in runs}
+    if len(targets) > 1:
+        problems.append(f"the runs have different targets ({_few(sorted(map(str, targets)))}): none is judged by")
+    entries = _group(runs, problems)
+    return Study(
+        directory=directory,
+        task=next(iter(tasks)),
+        metric=next((run.summary.metric for run in runs if run.summary), "metric"),
+        target=targets.pop() if len(targets) == 1 else None,
+        trials=min(len(entry.finished) for entry in entries),
+        entries=entries,
+        tuning=[],
+        command=[],
+        problems=problems,
+        maximize=_maximize(runs),
+    )
+
+
+def _group(runs: Sequence[Run], problems: list[str]) -> list[Entry]:
+    """Runs that differ in nothing but their seeds are trials of one entry."""
+    common = {name: {str(run.config[name]) for run in runs} for name in ("lr", "batch_size", "epochs", "steps")}
+    varying = [name for name, values in common.items() if len(values) > 1]
+    several_workers = len({run.config["workers"] for run in runs}) > 1
+    groups: dict[str, Entry] = {}
+    for run in runs:
+        config = run.config
+        options = _set_options(config, problems) | {name: config[name] for name in varying}
+        cluster = str((config.get("cluster") or {}).get("name", ""))
+        where = (config["strategy"], options, config["workers"], config["servers"], config["world"], cluster)
+        name = str(config["strategy"]) + (":" if options else "")
+        name += "+".join(f"{option}={value}" for option, value in options.items())
+        name += f" · {config['workers']} workers" if several_workers else ""
+        name += f" · {cluster}" if cluster else ""
+        key = f"{name} {where}"
+        if key not in groups:
+            if name in (entry.name for entry in groups.values()):
+                name = f"{name} · {config['servers']} servers"
+            groups[key] = Entry(name, *where)
+        groups[key].runs.append(run)
+    return list(groups.values())
+
+
+def _set_options(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Of strategy, world and recipe: those that are not as they would be if nothing was said."""
+    from torrential.strategies import STRATEGIES
+
+    settings = {name: value for name, value in config["settings"].items() if name != "evaluate_every"}
+    options = _changed(settings, Settings()) | _changed(config.get("recipe", {}), Recipe())
+    strategy = config["strategy"]
+    if strategy in STRATEGIES:
+        return _changed(config["options"], STRATEGIES[strategy]()) | options
+    unknown = f"this version has no strategy {strategy!r}; its runs are shown as their records are"
+    if unknown not in problems:
+        problems.append(unknown)
+    return dict(config["options"]) | options
+
+
+def _changed(given: dict[str, Any], default: msgspec.Struct) -> dict[str, Any]:
+    usual = msgspec.to_builtins(default)
+    return {name: value for name, value in given.items() if value != usual.get(name)}
+
+
+def _maximize(runs: Sequence[Run]) -> bool:
+    """The direction of the metric is not on record, but who reached the target is."""
+    for run in runs:
+        if run.summary is None or run.summary.target is None:
+            continue
+        for evaluation in run.validation:
+            if evaluation.value != run.summary.target:
+                above = evaluation.value > run.summary.target
+                return above == (evaluation.time == run.summary.time_to_target)
+    return True
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:FEW]) + (", ..." if len(names) > FEW else "")

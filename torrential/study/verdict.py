@@ -1,0 +1,284 @@
+"""What a study says, in numbers and in words, and what it may not say.
+
+The rules, after MLPerf's: time to the target is the measure; all trials count, missed ones too, and never the best of
+several; fewer than three are not a result; nor is a mean time of which two runs are missing; all entries are
+evaluated at one interval, which is shown, as whoever looks more often sees a lucky crossing sooner.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics as plain
+from dataclasses import dataclass
+
+from torrential.progress import metric_value, number
+from torrential.study import statistics
+from torrential.study.results import Entry, Run, Study
+from torrential.study.statistics import LEVEL, Difference, Spread, spread
+from torrential.study.tuning import at_the_edge, cost
+
+FEWEST = 3  # trials that make a result
+MISSES = 2  # from which on the times of an entry are no result
+MANY_PAIRS = 6  # with more, words are about the soonest against the others
+FINER = 0.9  # of the declared interval: workers that run beside one another do not meet it to the sample
+UNEVEN = 1.5  # times as often as another entry
+
+
+@dataclass(frozen=True)
+class Row:
+    """One entry, over its trials that ended by themselves."""
+
+    entry: Entry
+    trials: int
+    missed: int  # of them, the diverged ones included
+    times: list[float]  # to the target, in seconds; infinite: missed
+    time: Spread
+    worker_seconds: Spread  # to the target, as are the bytes
+    bytes_sent: Spread
+    value: Spread  # of the metric on test data
+    options: int  # that somebody had to set
+
+    @property
+    def reached(self) -> int:
+        return self.trials - self.missed
+
+    @property
+    def stability(self) -> float:
+        """The spread of times to the target over their mean; NaN if fewer than two runs reached it."""
+        return self.time.sd / self.time.mean
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two entries compared; `first` is the one that was sooner here."""
+
+    first: Row
+    second: Row
+    difference: Difference
+    p: float  # after Holm's correction for all pairs of the study
+    sentence: str = ""
+
+    @property
+    def quotable(self) -> bool:
+        """Whether how many times sooner can be said: not if two runs of an entry are without a time."""
+        return max(self.first.missed, self.second.missed) < MISSES and math.isfinite(self.difference.ratio)
+
+    @property
+    def differs(self) -> bool:
+        return self.p <= LEVEL and (not self.quotable or self.difference.low > 1)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    rows: list[Row]  # in the order of the study
+    pairs: list[Pair]
+    sentences: list[str]  # the answer first
+    rules: list[str]  # under which it was found
+    refused: list[str]  # why it is not a result; empty: it is one
+
+
+def judge(study: Study) -> Verdict:
+    rows = [_row(entry) for entry in study.entries]
+    refused = _refused(study, rows)
+    pairs = [] if refused else _pairs(study, rows)
+    sentences = [f"not a result: {why}" for why in refused]
+    if not refused:
+        sentences = [_answer(study, rows, pairs), *(pair.sentence for pair in _worth_saying(rows, pairs))]
+    return Verdict(rows, pairs, sentences, _rules(study, pairs), refused)
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+def _row(entry: Entry) -> Row:
+    runs = entry.finished
+    times = [math.inf if run.time_to_target is None else run.time_to_target for run in runs]
+    values = [math.nan if run.summary is None or run.summary.value is None else run.summary.value for run in runs]
+    return Row(
+        entry=entry,
+        trials=len(runs),
+        missed=sum(time == math.inf for time in times),
+        times=times,
+        time=spread(times),
+        worker_seconds=spread([entry.workers * time for time in times]),
+        bytes_sent=spread([math.inf if run.bytes_to_target is None else run.bytes_to_target for run in runs]),
+        value=spread([value for value in values if math.isfinite(value)]),
+        options=len(entry.options),
+    )
+
+
+def _pairs(study: Study, rows: list[Row]) -> list[Pair]:
+    found = []
+    for first, second in itertools.combinations([row for row in rows if row.trials], 2):
+        if soonest([first, second]) is second:
+            first, second = second, first
+        found.append((first, second, statistics.compare(first.times, second.times)))
+    adjusted = statistics.holm([difference.p for _, _, difference in found])
+    pairs = [Pair(*of, p) for of, p in zip(found, adjusted, strict=True)]
+    return [Pair(p.first, p.second, p.difference, p.p, _sentence(study, p, len(pairs))) for p in pairs]
+
+
+# -- rules ------------------------------------------------------------------------------------------------------------
+def _refused(study: Study, rows: list[Row]) -> list[str]:
+    """Why there is no result to report."""
+    why = []
+    if study.target is None:
+        why.append("there is no target that all runs share, and so no time to it; give one with --target")
+    if study.trials < FEWEST:
+        why.append(f"{_count(study.trials, 'trial')} each, and at least {FEWEST} are needed")
+    behind = [f"{row.entry.name} {row.trials}" for row in rows if row.trials < study.trials]
+    if behind:
+        why.append(f"of {study.trials} trials each, some are not done ({', '.join(behind)})")
+    return why + too_often(study)
+
+
+def too_often(study: Study) -> list[str]:
+    """Entries that were evaluated more often than was declared, or than others."""
+    if study.asked:
+        runs = [(entry, run) for entry in study.entries for run in entry.finished if run.validation]
+        names = {entry.name for entry, run in runs if _looks(run) > _allowed(study, run)}
+        return [f"{name} was evaluated more often than declared ({_interval(study)})" for name in sorted(names)]
+    found = {entry.name: _observed(entry) for entry in study.entries if _observed(entry)}
+    least, most = (pick(found, key=found.__getitem__, default="") for pick in (min, max))
+    if not found or found[most] <= UNEVEN * found[least]:
+        return []
+    return [
+        f"{least} was evaluated every {found[least]:,.0f} samples and {most} every {found[most]:,.0f}: whoever is "
+        "looked at more often reaches a target sooner by luck"
+    ]
+
+
+def _looks(run: Run) -> int:
+    return len({evaluation.step for evaluation in run.validation})
+
+
+def _allowed(study: Study, run: Run) -> float:
+    """The last evaluation comes when the run ends, whenever that is."""
+    return run.validation[-1].samples / (FINER * (study.interval or run.config["samples"])) + 1
+
+
+def _observed(entry: Entry) -> float:
+    """Samples between two evaluations; 0 if there are none."""
+    gaps = []
+    for run in entry.finished:
+        samples = [0, *sorted({evaluation.samples for evaluation in run.validation})]
+        gaps += [after - before for before, after in itertools.pairwise(samples)]
+    return plain.median(gaps) if gaps else 0.0
+
+
+def _rules(study: Study, pairs: list[Pair]) -> list[str]:
+    rules = [f"evaluated {_interval(study)}; time counts from the first touch of data to the parameters that got there"]
+    if len(pairs) > 1:
+        rules.append(f"differences are tested by ranks (Mann-Whitney), Holm's correction for {len(pairs)} comparisons")
+    elif pairs:
+        rules.append("differences are tested by ranks (Mann-Whitney)")
+    if study.tuning:
+        runs, seconds = cost(study)
+        rules.append(
+            f"tuning, decided on validation data, took {runs} runs and {number(seconds)} worker-seconds, "
+            "the same number of runs for every entry"
+        )
+    for entry in study.entries:
+        if edge := at_the_edge(study, entry):
+            rules.append(f"{entry.name}: {', '.join(edge)} is the last value that was tried; one beyond may be better")
+    return rules
+
+
+def _interval(study: Study) -> str:
+    if study.interval is not None:
+        return f"every {study.interval:,} samples"
+    every = {run.config["settings"].get("evaluate_every") for entry in study.entries for run in entry.runs}
+    return "once per epoch" if study.asked or every <= {None} else "at intervals of the runs' own"
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+def _answer(study: Study, rows: list[Row], pairs: list[Pair]) -> str:
+    target, best = _target(study), soonest(rows)
+    if best is None or not best.reached:
+        return f"nobody reached {target}"
+    trials = _count(best.trials, "trial")
+    average = f"{number(best.time.mean)} s on average, {trials}"
+    if best.missed:
+        average = f"{number(best.time.mean)} s on average of {best.reached} that reached it, {trials}"
+    if len(rows) == 1:
+        return f"{best.entry.name} reached {target} in {best.reached} of {trials} ({average})"
+    rivals = [_other(pair, best) for pair in pairs if best in (pair.first, pair.second) and not pair.differs]
+    if not rivals:
+        return f"{best.entry.name} reached {target} soonest ({average})"
+    if not _can_tell(pairs):
+        return f"undecided: {best.entry.name} was the soonest to {target} here ({average}), but {_too_few(pairs)}"
+    names = [best.entry.name, *(row.entry.name for row in rivals)]
+    return f"soonest to {target}, with no difference seen between them: {_and(names)}"
+
+
+def soonest(rows: list[Row]) -> Row | None:
+    """By the mean; where a run has no time, by the median."""
+    tried = [row for row in rows if row.trials]
+    by_median = any(row.missed for row in tried)
+    return min(
+        tried,
+        key=lambda row: (row.time.median, row.missed, row.time.mean) if by_median else (row.time.mean, 0, 0.0),
+        default=None,
+    )
+
+
+def _sentence(study: Study, pair: Pair, pairs: int) -> str:
+    first, second, of = pair.first, pair.second, pair.difference
+    a, b, target = first.entry.name, second.entry.name, _target(study)
+    trials = f"{_count(first.trials, 'trial')} each"
+    if first.trials != second.trials:
+        trials = f"{first.trials} and {second.trials} trials"
+    if not first.reached and not second.reached:
+        return f"neither {a} nor {b} reached {target} ({trials})"
+    often = (
+        f"{a} reached {target} in {first.reached} of {first.trials} trials, {b} in {second.reached} of {second.trials}"
+    )
+    if pair.differs:
+        if not pair.quotable:
+            return f"{often}: a difference (p = {pair.p:.2g})"
+        missed = f"; {often}" if first.missed or second.missed else ""
+        return f"{a} reached {target} {_times(of.ratio)} sooner than {b} ({_ci(of)}, {trials}){missed}"
+    here = f"{a} {_times(of.ratio)} sooner here, {_ci(of)}, {trials}" if pair.quotable else often
+    if statistics.least_p(first.trials, second.trials) * pairs > LEVEL:
+        return f"not enough trials to tell {a} from {b} ({here})"
+    return f"no difference seen between {a} and {b} ({here}, p = {pair.p:.2g})"
+
+
+def _worth_saying(rows: list[Row], pairs: list[Pair]) -> list[Pair]:
+    best = soonest(rows)
+    return pairs if len(pairs) <= MANY_PAIRS else [pair for pair in pairs if best in (pair.first, pair.second)]
+
+
+def _can_tell(pairs: list[Pair]) -> bool:
+    return any(statistics.least_p(p.first.trials, p.second.trials) * len(pairs) <= LEVEL for p in pairs)
+
+
+def _too_few(pairs: list[Pair]) -> str:
+    needed = statistics.trials_needed(len(pairs))
+    several = f" between {len(pairs)} pairs" if len(pairs) > 1 else ""
+    return f"so few trials cannot show a difference{several}: it takes {needed} each"
+
+
+def _other(pair: Pair, row: Row) -> Row:
+    return pair.second if pair.first is row else pair.first
+
+
+def _target(study: Study) -> str:
+    assert study.target is not None
+    return f"{metric_value(study.metric, study.target)} {study.metric}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1f}x" if ratio >= 1.95 else f"{ratio:.2f}x"
+
+
+def _ci(of: Difference) -> str:
+    high = "∞" if math.isinf(of.high) else f"{of.high:.2f}"
+    return f"95 % CI {of.low:.2f}–{high}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _and(names: list[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
