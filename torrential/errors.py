@@ -6,7 +6,8 @@
     ├── TaskFailed            the user's own task code raised; carries its traceback
     ├── RunFailed             a run that had started could not go on
     │   ├── WorkerFailed      a role raised; names the role and the step
-    │   └── NonFiniteLoss     the loss turned NaN or infinite; names the worker and the step
+    │   └── Diverged          training went astray; no fault of the machine, and it would happen again
+    │       └── NonFiniteLoss the loss turned NaN or infinite; names the worker and the step
     ├── CheckpointDamaged     no checkpoint in the directory can be trusted
     └── CommError             raised inside roles by waits
         ├── PeerLost          the role waited for is gone
@@ -58,7 +59,11 @@ class WorkerFailed(RunFailed):
     pass
 
 
-class NonFiniteLoss(RunFailed):
+class Diverged(RunFailed):
+    pass
+
+
+class NonFiniteLoss(Diverged):
     def __init__(self, step: int, worker: int, loss: float, remedy: str) -> None:
         self.step, self.worker, self.loss = step, worker, loss
         super().__init__(f"the loss turned {loss} on worker {worker} at step {step}; {remedy}")

@@ -88,6 +88,12 @@ def judge(study: Study) -> Verdict:
     return Verdict(rows, pairs, sentences, _rules(study, pairs), refused)
 
 
+def verdict_sentences(study: Study) -> list[str]:
+    """The answer, and the rules under which it was found."""
+    verdict = judge(study)
+    return verdict.sentences + verdict.rules
+
+
 # -- numbers ----------------------------------------------------------------------------------------------------------
 def _row(entry: Entry) -> Row:
     runs = entry.finished
@@ -186,7 +192,7 @@ def _rules(study: Study, pairs: list[Pair]) -> list[str]:
 def _interval(study: Study) -> str:
     if study.interval is not None:
         return f"every {study.interval:,} samples"
-    every = {run.config["settings"].get("evaluate_every") for entry in study.entries for run in entry.runs}
+    every = {run.config.get("settings", {}).get("evaluate_every") for entry in study.entries for run in entry.runs}
     return "once per epoch" if study.asked or every <= {None} else "at intervals of the runs' own"
 
 
