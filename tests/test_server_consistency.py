@@ -243,6 +243,30 @@ def test_the_dead_are_not_waited_for_and_a_newcomer_is_from_its_first_word():
                 assert all(shard.dropped == 0 for shard in cluster.shards())
 
 
+def test_a_worker_that_has_come_back_may_have_several_pushes_under_way():
+    """Each of its requests used to make the head forget those before it, which waited for others of their clocks."""
+    for seed in range(5):
+        hub = Hub(seed)
+        cluster = Cluster(hub, 32, servers=2, workers=(0, 1), consistency=Consistency(0))
+
+        def program(client, comm):
+            clock = client.enter()
+            ones = comm.buffer("gradient", 32, torch.float32).fill_(1.0)
+            while clock < 12:
+                handles = [client.push(ones, clock=c, lr=-1.0) for c in range(clock, min(12, clock + 3))]
+                for handle in handles:
+                    handle.wait()
+                clock += len(handles)
+
+        for rank in range(2):
+            cluster.work(rank, program)
+        hub.run(until=lambda cluster=cluster: len(cluster.roles) == 2 and cluster.shards()[0].closed >= 3)
+        cluster.remove_worker(1)
+        cluster.add_worker(1, program)
+        hub.run()
+        assert all(shard.closed == 12 for shard in cluster.shards())
+
+
 def test_t11_2_the_first_n_of_a_clock_make_a_step_and_the_others_are_dropped():
     for seed in range(8):
         hub = Hub(seed)

@@ -48,6 +48,7 @@ class Head:
         self._workers: frozenset[int] = frozenset()  # of the view
         self._done: dict[int, int] = {}  # completed clocks of the workers that count
         self._least = 0  # of them
+        self._lives: dict[int, int] = {}  # of the workers that have come back: which
         self._ahead: set[int] = set()  # workers that will not push for the clock that is open
         self._open: dict[int, Clock] = {}  # pushes that wait for others of the same clock
         self._summed = 0  # the operation that the buffer of sums was last used for
@@ -170,8 +171,10 @@ class Head:
             dealt = self._empty if shard.dealer is None else max(self._empty, shard.dealer.dealt)
             return self._copies.save(ask, self._workers, self._done, dealt)
         if worker in self._workers:
-            if floor and request.seq >> LIFE_BITS > floor >> LIFE_BITS:
+            life = request.seq >> LIFE_BITS
+            if floor and life > self._lives.setdefault(worker, floor >> LIFE_BITS):
                 self._forget({worker})  # it has died and come back
+                self._lives[worker] = life
             if worker not in shard.clocks:
                 self._meet(worker)
             if request.clock > self._done[worker]:
