@@ -11,11 +11,9 @@ could let a request pass looks for it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torrential.comm.protocol import Mail
@@ -37,6 +35,7 @@ from torrential.server.messages import (
     Save,
     Take,
 )
+from torrential.server.objections import objection
 from torrential.server.shard import Asked, Operation, Outcome, Shard
 from torrential.server.sums import Clock, operands
 
@@ -375,58 +374,3 @@ def asked(ask: Ask) -> Asked:
     if isinstance(request, Push):
         return Asked(ask.worker, request.seq, request.floor, request.clock, request.version, request.lease)
     return Asked(ask.worker, request.seq, request.floor, request.clock)
-
-
-def objection(shard: Shard, ask: Ask) -> str | None:
-    """What is wrong with a request, in words that go on from "worker 3"."""
-    _, request, tensors = ask
-    kind = type(request)
-    verb = kind.__name__.lower()
-    for first, last in request.spans:
-        if not shard.start <= first <= last <= shard.stop:
-            return f"asked to {verb} parameters {first} to {last}, outside of {shard.start} to {shard.stop}"
-    if kind is Save and len(request.spans) != 1 + len(shard.states):
-        return f"asked for {len(request.spans)} vectors, where there are {1 + len(shard.states)}"
-    if kind is Take and (shard.dealer is None or request.count < 1):  # type: ignore[attr-defined]
-        return "asked for samples where there are none"
-    if isinstance(request, Call) and request.name not in shard.handlers:
-        return f"called {request.name!r}, which no handler is registered for"
-    if kind not in (Push, Put, Add):
-        return None
-    if kind is Push and not math.isfinite(request.lr * request.scale):  # type: ignore[attr-defined]
-        return "pushed with a learning rate or scale that is not finite"
-    values = list(tensors)
-    if kind is not Put and request.keys:  # type: ignore[attr-defined]
-        wrong = _wrong_keys(shard, tensors)
-        if wrong is not None:
-            return wrong
-        values = [tensors[0]]
-    elif tensors or kind is not Push:  # a push of nothing completes its clock
-        sizes = [last - first for first, last in request.spans]
-        found = [tuple(t.shape) for t in tensors]
-        if found != [(size,) for size in sizes]:
-            return f"sent shapes {found} to {verb}, where {sizes} elements belong"
-    for tensor in values:
-        if tensor.dtype != shard.store.dtype:
-            return f"sent {tensor.dtype} to {verb}, where {shard.store.dtype} belongs"
-        if not finite(tensor):
-            return f"sent NaN or infinite values to {verb} at clock {request.clock}; nothing was changed"
-    return None
-
-
-def _wrong_keys(shard: Shard, tensors: Sequence[Tensor]) -> str | None:
-    if len(tensors) != 2 or tensors[1].dtype != torch.int64 or tensors[0].shape != tensors[1].shape:
-        return "sent values and keys that do not fit one another"
-    keys = tensors[1]
-    if keys.dim() != 1 or (keys.numel() and not shard.start <= int(keys.min()) <= int(keys.max()) < shard.stop):
-        return f"sent keys outside of {shard.start} to {shard.stop}"
-    return None
-
-
-def finite(tensor: Tensor) -> bool:
-    """One pass that allocates nothing; only where the sum is not finite is it looked at element by element."""
-    if not tensor.is_floating_point():
-        return True
-    if math.isfinite(float(tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else tensor.dtype))):
-        return True
-    return bool(torch.isfinite(tensor).all())

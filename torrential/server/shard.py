@@ -211,7 +211,7 @@ class Shard:
     def _add(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
         if operation.keys:
             values, keys = tensors
-            self.parameters.index_add_(0, keys - self.start if self.start else keys, values)
+            self.parameters.scatter_add_(0, keys - self.start if self.start else keys, values)
         else:
             for (first, last), tensor in zip(operation.spans, tensors, strict=True):
                 self.store.parameters[first:last].add_(tensor)
