@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from torrential.errors import BadInput, TorrentialError
+from torrential.study import command as studies
 from torrential.version import __version__
 from torrential.worlds.local.launch import Launch
 
@@ -253,6 +254,12 @@ def _options(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
+def _write_report(study: Any, path: Path) -> None:
+    from torrential.report.page import write_report
+
+    write_report(study, path)
+
+
 @contextlib.contextmanager
 def _launching(local: bool = True) -> Iterator[Launch | None]:
     def end(signum: int, frame: FrameType | None) -> None:
@@ -266,6 +273,9 @@ def _launching(local: bool = True) -> Iterator[Launch | None]:
     finally:
         if launch is not None:
             launch.close()
+
+
+studies.add(app, lambda: _launching(local=False), _options, _write_report)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     task: str
     strategies: list[str]
-    target: float
+    target: float | None  # None: the task's own, until it is loaded
     trials: int
     workers: list[int]
     servers: int | None = None
@@ -199,7 +199,7 @@ def check_asked(asked: Asked) -> None:
             raise BadInput(f"--{name} must be at least 1 (given: {value})")
     if len(set(asked.workers)) < len(asked.workers):
         raise BadInput(f"--workers names a number twice (given: {','.join(map(str, asked.workers))})")
-    if not math.isfinite(asked.target):
+    if asked.target is not None and not math.isfinite(asked.target):
         raise BadInput(f"--target must be a finite number (given: {asked.target})")
     for name in asked.tune:
         if name in asked.set or (name in ("lr", "batch_size", "servers") and getattr(asked, name) is not None):

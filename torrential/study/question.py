@@ -26,6 +26,9 @@ CLOSE = 0.1  # how far the samples of an entry's interval may be off, as steps a
 def make_question(asked: Asked, command: list[str]) -> tuple[Question, Task]:
     check_asked(asked)
     task = load_task(asked.task)
+    asked = msgspec.structs.replace(asked, target=task.target if asked.target is None else asked.target)
+    if asked.target is None:
+        raise BadInput(f"the task {task.name} has no target of its own; give one with --target")
     specs = make_specs(asked)
     jobs = [_check(asked, spec, task) for spec in specs]
     specs, interval = _same_rules(asked, specs, jobs)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torrential.progress import metric_value, number
 from torrential.study import statistics
+from torrential.study.ask import Question, grid
 from torrential.study.results import Entry, Run, Study
 from torrential.study.statistics import LEVEL, Difference, Spread, spread
 from torrential.study.tuning import at_the_edge, cost
@@ -92,6 +93,23 @@ def verdict_sentences(study: Study) -> list[str]:
     """The answer, and the rules under which it was found."""
     verdict = judge(study)
     return verdict.sentences + verdict.rules
+
+
+def outlook(question: Question) -> list[str]:
+    """What can be known before the first run."""
+    asked, entries = question.asked, len(question.entries)
+    runs = f"{entries} entries, {_count(asked.trials, 'trial')} each"
+    if tried := len(list(grid(asked.tune))):
+        runs += f", after {entries * tried * asked.tune_trials} runs to tune {', '.join(asked.tune)}"
+    needed = statistics.trials_needed(entries * (entries - 1) // 2) if entries > 1 else FEWEST
+    if asked.trials < FEWEST:
+        return [runs, f"fewer than {FEWEST} trials are not a result"]
+    if asked.trials < needed:
+        return [
+            runs,
+            f"so few trials cannot show any difference between {entries} entries: it takes {needed} each",
+        ]
+    return [runs]
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TOP_PAD, 16 << 20)
 
 
-def _preload() -> None:
+def preload() -> None:
     import torch
 
     from torrential.worlds.local import child  # noqa: F401
@@ -98,7 +98,12 @@ def _become(spawn: Spawn, parent: int) -> None:
 
 def main(fd: int) -> None:
     keep_freed_memory()
-    _preload()
+    preload()
+    serve(fd)
+
+
+def serve(fd: int) -> None:
+    """Fork on demand until the supervisor is gone."""
     sock = socket.socket(fileno=fd)
     connection: wire.Connection[Message] = wire.Connection(sock, Message, ahead=0)
     selector = selectors.DefaultSelector()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torrential import shipping
-from torrential.errors import RunFailed, WorkerFailed
+from torrential.errors import Diverged, NonFiniteLoss, RunFailed, WorkerFailed
 from torrential.records import Evaluation, Event, Record, Step
 from torrential.worlds.base import Job, Listener
 from torrential.worlds.local import messages as m
@@ -474,7 +474,8 @@ class _Run:
         if said.user_fault:
             kind, _, text = said.error.partition(": ")
             who = f"{member.name}{at}: " if kind == "WaitedTooLong" else ""  # other messages name whom they concern
-            raise RunFailed(f"{who}{text}; {self._last_good()}")
+            error = Diverged if kind == NonFiniteLoss.__name__ else RunFailed
+            raise error(f"{who}{text}; {self._last_good()}")
         raise WorkerFailed(f"{member.name} failed{at}: {said.error}\n{said.trace}{self._last_good()}")
 
     def _last_good(self) -> str:

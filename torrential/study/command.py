@@ -1,0 +1,234 @@
+"""The commands `compare` and `report`. Imports nothing heavy before it is asked to do something."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from torrential.errors import BadInput, RunFailed
+
+if TYPE_CHECKING:
+    from torrential.study.ask import Asked
+    from torrential.study.results import Study
+
+WriteReport = Callable[["Study", Path], None]
+WORKERS = "2"
+TRIALS = 5  # with which up to four entries can be told apart
+REPORT = "report.html"
+EXAMPLES = """Examples:\n
+    torrential compare digits --strategies allreduce,downpour,ssp --target 0.97 --set slow=1:4\n
+    torrential compare digits --strategies downpour:push_every=5+lr=0.02,ssp:staleness=3 --target 0.97 --workers 2,4\n
+    torrential compare my_task.py --strategies allreduce,ssp --target 0.9 --tune lr=0.01,0.03,0.1\n
+    torrential compare --resume runs/compare-digits-20260101-120000"""
+
+
+def add(
+    app: typer.Typer,
+    ending: Callable[[], AbstractContextManager[Any]],
+    options: Callable[[list[str]], dict[str, Any]],
+    write_report: WriteReport,
+) -> None:
+    """`ending` makes signals exceptions; `options` reads what is after --set."""
+    err = Console(stderr=True)
+
+    @app.command(epilog=EXAMPLES)
+    def compare(
+        task: Annotated[
+            str | None, typer.Argument(help="A built-in task, or file.py[:name].", show_default=False)
+        ] = None,
+        strategies: Annotated[
+            list[str] | None,
+            typer.Option(
+                help="Ways to train, as in allreduce,downpour:push_every=5+lr=0.02,ssp: options of one entry after "
+                "':', joined by '+': those of --set, and lr, batch_size, workers, servers.",
+                show_default=False,
+            ),
+        ] = None,
+        target: Annotated[
+            float | None, typer.Option(help="The value of validation to reach; the task's own by default.")
+        ] = None,
+        trials: Annotated[int | None, typer.Option(help=f"Runs of each entry; {TRIALS} by default.")] = None,
+        workers: Annotated[
+            str | None, typer.Option(help=f"Worker processes, as in 2,4: each entry with each; {WORKERS} by default.")
+        ] = None,
+        servers: Annotated[int | None, typer.Option(help="Parameter servers, of entries that have any.")] = None,
+        epochs: Annotated[int | None, typer.Option(help="Passes over the data; the task's own by default.")] = None,
+        steps: Annotated[
+            int | None, typer.Option(help="Stop after so many steps of the first entry; others after as many samples.")
+        ] = None,
+        batch_size: Annotated[int | None, typer.Option(help="Samples per worker and step.")] = None,
+        lr: Annotated[float | None, typer.Option(help="Learning rate; the task's own by default.")] = None,
+        seed: Annotated[int | None, typer.Option(help="The seeds of all runs are made from it; 0 by default.")] = None,
+        device: Annotated[str | None, typer.Option(help="auto (the default), cpu or cuda.")] = None,
+        world: Annotated[str | None, typer.Option(help="local (this machine's processes, the default) or sim.")] = None,
+        cluster: Annotated[
+            str | None, typer.Option(help="What is simulated, as in laptop,mine.toml: each entry on each.")
+        ] = None,
+        set_: Annotated[
+            list[str] | None,
+            typer.Option("--set", help="name=value for all entries; evaluate_every counts steps of the first entry."),
+        ] = None,
+        tune: Annotated[
+            list[str] | None,
+            typer.Option(help="Values that every entry tries first, as in lr=0.01,0.03,0.1; validation data decides."),
+        ] = None,
+        tune_trials: Annotated[int | None, typer.Option(help="Runs with each such value; 1 by default.")] = None,
+        out: Annotated[
+            Path | None, typer.Option(help="Directory for the study; a fresh one under runs/ by default.")
+        ] = None,
+        resume: Annotated[Path | None, typer.Option(help="Go on with the study in this directory.")] = None,
+        data_dir: Annotated[Path | None, typer.Option(help="Where data sets are.", envvar="TORRENTIAL_DATA")] = None,
+        json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
+    ) -> None:
+        """Train TASK in several ways, several times each, and say which reaches the target soonest.
+
+        Runs take turns, each with a seed of its own. Called again with the same --out, or with --resume, a study goes
+        on where it was stopped: no run that ended is repeated.
+        """
+        given = {
+            "strategies": strategies,
+            "target": target,
+            "trials": trials,
+            "workers": workers,
+            "servers": servers,
+            "epochs": epochs,
+            "steps": steps,
+            "batch-size": batch_size,
+            "lr": lr,
+            "seed": seed,
+            "device": device,
+            "world": world,
+            "cluster": cluster,
+            "set": set_,
+            "tune": tune,
+            "tune-trials": tune_trials,
+            "out": out,
+        }
+        with ending():
+            from torrential.data import find
+            from torrential.study.directory import read_question
+
+            find.set_data_dir(data_dir)
+            if resume is not None:
+                changed = [f"--{name}" for name, value in given.items() if value is not None]
+                if changed or task is not None:
+                    raise BadInput(f"a resumed study keeps its question; leave out {', '.join(changed) or task}")
+                asked, out = read_question(resume).asked, resume
+            else:
+                asked = _asked(task, given, options(set_ or []))
+            study = _compare(asked, out, err)
+            _tell(study, json, write_report, err, table=True)
+
+    @app.command()
+    def report(
+        directory: Annotated[Path, typer.Argument(help="A study, a directory of runs, or one run.")],
+        json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
+    ) -> None:
+        """Say what the runs in DIRECTORY show, and write it as a page: DIRECTORY/report.html."""
+        with ending():
+            from torrential.study.read import read_study
+
+            _tell(read_study(directory), json, write_report, err, table=False)
+
+
+def _asked(task: str | None, given: dict[str, Any], options: dict[str, Any]) -> Asked:
+    from torrential.study.ask import Asked, split_tune
+
+    if task is None:
+        raise BadInput("which task? give a built-in name (see 'torrential tasks') or file.py[:name]")
+    if not given["strategies"]:
+        raise BadInput("which strategies? give some with --strategies, as in --strategies allreduce,ssp")
+    clusters = [name.strip() for name in (given["cluster"] or "").split(",") if name.strip()]
+
+    def or_default(name: str, default: Any) -> Any:
+        return default if given[name] is None else given[name]
+
+    return Asked(
+        task=str(Path(task).absolute()) if ".py" in task else task,
+        strategies=given["strategies"],
+        target=given["target"],
+        trials=or_default("trials", TRIALS),
+        workers=_numbers(or_default("workers", WORKERS)),
+        servers=given["servers"],
+        epochs=given["epochs"],
+        steps=given["steps"],
+        batch_size=given["batch-size"],
+        lr=given["lr"],
+        seed=or_default("seed", 0),
+        device=or_default("device", "auto"),
+        world=or_default("world", "sim" if clusters else "local"),
+        clusters=clusters,
+        set=options,
+        tune=split_tune(given["tune"] or []),
+        tune_trials=or_default("tune-trials", 1),
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError as error:
+        raise BadInput(f"--workers takes whole numbers, as in 2,4 (given: {text!r})") from error
+
+
+def _compare(asked: Asked, out: Path | None, err: Console) -> Study:
+    from torrential.study.conduct import conduct
+    from torrential.study.directory import locked, open_directory
+    from torrential.study.question import make_question
+    from torrential.study.runner import Train
+    from torrential.study.verdict import outlook
+    from torrential.study.watch import Watching
+
+    question, task = make_question(asked, sys.argv)
+    directory = out or _fresh(question.task)
+    question = open_directory(directory, question)
+    onward = f"finished runs are kept; go on with: torrential compare --resume {directory}"
+    with locked(directory):
+        err.print(f"study directory: {directory}", highlight=False)
+        for line in outlook(question):
+            err.print(line, highlight=False, soft_wrap=True)
+        watching = Watching(question.metric, question.asked.target or 0.0, err)
+        train = Train(question.asked, task, watching)
+        try:
+            return conduct(question, directory, train, watching)
+        except RunFailed as error:
+            raise RunFailed(f"{error}\n{onward}") from error
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C, or asked to end
+                watching.close()
+                err.print(f"stopped; {onward}", highlight=False, soft_wrap=True)
+            raise
+        finally:
+            watching.close()
+            train.close()
+
+
+def _fresh(task: str) -> Path:
+    name = f"compare-{Path(task).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = Path("runs") / name, 1
+    while path.exists():
+        number += 1
+        path = Path("runs") / f"{name}-{number}"
+    return path
+
+
+def _tell(study: Study, json: bool, write_report: WriteReport, err: Console, table: bool) -> None:
+    from torrential.study.show import show, to_json, write_csv
+    from torrential.study.verdict import judge
+
+    verdict = judge(study)
+    show(study, verdict, Console(stderr=json))
+    page = study.directory / REPORT
+    write_report(study, page)
+    if table:
+        err.print(f"runs: {write_csv(study)}", highlight=False, soft_wrap=True)
+    err.print(f"report: {page}", highlight=False, soft_wrap=True)
+    if json:
+        print(to_json(study, verdict, page))

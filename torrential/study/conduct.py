@@ -1,0 +1,65 @@
+"""Carry a study out: run by run, each at most once to its end, whatever interrupts it.
+
+The directories of the runs are all that is remembered. A run that ended, well or by diverging, is never repeated; one
+that was cut off is removed and started anew. So a study goes on when it is called again, however it was stopped.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torrential import records
+from torrential.records import Summary
+from torrential.study.ask import Question
+from torrential.study.plan import Trial, reported_trials, tuning_trials
+from torrential.study.read import read_study
+from torrential.study.results import DIVERGED, Study
+
+
+class Runner(Protocol):
+    def __call__(self, trial: Trial) -> None:
+        """Carry out one run in the directory of the trial, which is not there yet."""
+
+
+class Watch(Protocol):
+    """Somebody who watches a study go on."""
+
+    def planned(self, runs: int, done: int) -> None: ...
+
+    def begins(self, trial: Trial) -> None: ...
+
+    def ended(self, trial: Trial) -> None: ...
+
+
+def conduct(question: Question, directory: Path, run: Runner, watch: Watch) -> Study:
+    tuning = tuning_trials(question, directory)
+    reported = reported_trials(question, directory, {})  # with the same directories, whatever tuning will choose
+    watch.planned(len(tuning) + len(reported), sum(is_finished(trial.directory) for trial in tuning + reported))
+    _carry_out(tuning, run, watch)
+    if tuning:
+        chosen = {entry.name: entry.tuned for entry in read_study(directory).entries}
+        reported = reported_trials(question, directory, chosen)
+    _carry_out(reported, run, watch)
+    return read_study(directory)
+
+
+def _carry_out(trials: Sequence[Trial], run: Runner, watch: Watch) -> None:
+    for trial in trials:
+        if is_finished(trial.directory):
+            continue
+        if trial.directory.exists():
+            shutil.rmtree(trial.directory)
+        watch.begins(trial)
+        run(trial)
+        watch.ended(trial)
+
+
+def is_finished(directory: Path) -> bool:
+    path = directory / records.RECORDS
+    if not path.exists():
+        return False
+    found = records.read_records(path)
+    return any(isinstance(record, Summary) or getattr(record, "event", "") == DIVERGED for record in found)

@@ -1,0 +1,46 @@
+"""One run of a study, as `torrential train` would do it."""
+
+from __future__ import annotations
+
+from torrential import prepare, records, run
+from torrential.errors import Diverged
+from torrential.records import Event, RecordWriter, Step
+from torrential.study.ask import Asked
+from torrential.study.plan import Trial
+from torrential.study.question import request
+from torrential.study.results import DIVERGED
+from torrential.study.watch import Watching
+from torrential.task import Task
+from torrential.worlds.local.warm import Warm
+
+
+class Train:
+    """A Runner. Processes of all runs come from one that has torch loaded."""
+
+    def __init__(self, asked: Asked, task: Task, watching: Watching) -> None:
+        self._asked, self._task, self._watching = asked, task, watching
+        self._warm = Warm() if asked.world == "local" else None
+
+    def close(self) -> None:
+        if self._warm is not None:
+            self._warm.close()
+
+    def __call__(self, trial: Trial) -> None:
+        launch = None if self._warm is None else self._warm.launch()
+        try:
+            job = prepare.prepare(request(self._asked, trial.spec, self._task, trial.seed), trial.directory)
+            listener = self._watching.listen(run.planned_steps(job))
+            try:
+                run.execute(job, launch, lambda _: listener)
+            except Diverged as error:
+                self._note(trial, error)
+        finally:
+            if launch is not None:
+                launch.close()
+
+    def _note(self, trial: Trial, error: Diverged) -> None:
+        """It has missed the target, and would do so again: that is its result, and belongs to its records."""
+        path = trial.directory / records.RECORDS
+        when = max((record.time for record in records.read_records(path) if isinstance(record, Step)), default=0.0)
+        with RecordWriter(path) as writer:
+            writer.write(Event(event=DIVERGED, time=when, detail=str(error)))

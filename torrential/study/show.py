@@ -1,0 +1,195 @@
+"""What a study says: a table and sentences for a person, a JSON object for a program, a CSV file for a spreadsheet."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from torrential.progress import byte_count, metric_value, number
+from torrential.records import replace_file
+from torrential.study import tuning
+from torrential.study.results import Entry, Run, Study
+from torrential.study.statistics import Spread
+from torrential.study.verdict import MISSES, Pair, Row, Verdict
+
+WIDTH = 118  # what the table needs
+TRIALS = "trials.csv"
+
+
+def show(study: Study, verdict: Verdict, console: Console) -> None:
+    """Everything a person wants to know."""
+    console.width = max(console.width, WIDTH)  # better wrapped by the terminal than cut short
+    console.print(_table(study, verdict))
+    for line in verdict.sentences:
+        console.print(Text(line, style="bold yellow" if verdict.refused else "bold"), soft_wrap=True, highlight=False)
+    for line in verdict.rules:
+        console.print(Text(line, style="dim"), soft_wrap=True, highlight=False)
+    for line in study.problems:
+        console.print(Text(line, style="yellow"), soft_wrap=True, highlight=False)
+
+
+def _table(study: Study, verdict: Verdict) -> RenderableType:
+    target = "no target" if study.target is None else f"{metric_value(study.metric, study.target)} {study.metric}"
+    label = " (not a result)" if verdict.refused else ""
+    table = Table(title=f"{study.task}: time to {target}{label}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("entry", overflow="fold")
+    names = ("reached", "mean ± sd, s", "median", "all, s", "worker-s", "sent", f"test {study.metric}", "options")
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold")
+    for row in verdict.rows:
+        table.add_row(*(Text(cell) for cell in _cells(study, row)))
+    legend = "worker-s, sent: by workers until the target, on average; options: that were set for the entry"
+    if any(row.missed >= MISSES for row in verdict.rows):
+        legend += f"; *: {MISSES} or more missed, so these times are no result"
+    return Group(table, Text(legend, style="dim"))
+
+
+def _cells(study: Study, row: Row) -> list[str]:
+    star = "*" if row.missed >= MISSES and row.reached else ""
+    times = [number(time) if math.isfinite(time) else "missed" for time in row.times]
+    tuned = "".join(f" {name}={value}" for name, value in row.entry.tuned.items())
+    return [
+        row.entry.name + (f" (tuned:{tuned})" if tuned else ""),
+        f"{row.reached} of {row.trials}",
+        _mean_sd(row.time) + star,
+        _or_dash(row.time.median),
+        " ".join(times) or "–",
+        _or_dash(row.worker_seconds.mean),
+        byte_count(row.bytes_sent.mean) if row.bytes_sent.count else "–",
+        _metric_spread(study.metric, row.value),
+        str(row.options),
+    ]
+
+
+def _mean_sd(of: Spread) -> str:
+    if not of.count:
+        return "–"
+    return number(of.mean) + ("" if math.isnan(of.sd) else f" ± {number(of.sd)}")
+
+
+def _metric_spread(metric: str, of: Spread) -> str:
+    if not of.count:
+        return "–"
+    mean = metric_value(metric, of.mean)
+    return mean if math.isnan(of.sd) else f"{mean.removesuffix(' %')} ± {metric_value(metric, of.sd)}"
+
+
+def _or_dash(value: float) -> str:
+    return number(value) if math.isfinite(value) else "–"
+
+
+# -- for programs -----------------------------------------------------------------------------------------------------
+def to_json(study: Study, verdict: Verdict, report: Path | None) -> str:
+    """One object on one line; what is not a finite number is null."""
+    runs, seconds = tuning.cost(study)
+    told = {
+        "task": study.task,
+        "metric": study.metric,
+        "target": study.target,
+        "trials": study.trials,
+        "interval": study.interval,
+        "result": not verdict.refused,
+        "verdict": verdict.sentences,
+        "rules": verdict.rules,
+        "entries": [_row(row) for row in verdict.rows],
+        "pairs": [_pair(pair) for pair in verdict.pairs],
+        "tuning": {"runs": runs, "worker_seconds": seconds},
+        "problems": study.problems,
+        "out": str(study.directory),
+        "report": None if report is None else str(report),
+    }
+    return msgspec.json.encode(told).decode()  # msgspec writes what is not finite as null
+
+
+def _row(row: Row) -> dict[str, Any]:
+    entry = row.entry
+    return {
+        "name": entry.name,
+        "strategy": entry.strategy,
+        "options": entry.options,
+        "tuned": entry.tuned,
+        "workers": entry.workers,
+        "servers": entry.servers,
+        "world": entry.world,
+        "cluster": entry.cluster,
+        "trials": row.trials,
+        "reached": row.reached,
+        "missed": row.missed,
+        "times": row.times,
+        "time": row.time,
+        "stability": row.stability,
+        "worker_seconds": row.worker_seconds,
+        "bytes_sent": row.bytes_sent,
+        "value": row.value,
+        "options_set": row.options,
+    }
+
+
+def _pair(pair: Pair) -> dict[str, Any]:
+    return {
+        "first": pair.first.entry.name,
+        "second": pair.second.entry.name,
+        "ratio": pair.difference.ratio,
+        "low": pair.difference.low,
+        "high": pair.difference.high,
+        "of": pair.difference.of,
+        "p": pair.difference.p,
+        "p_holm": pair.p,
+        "differs": pair.differs,
+        "sentence": pair.sentence,
+    }
+
+
+def write_csv(study: Study) -> Path:
+    """A line for each run."""
+    text = io.StringIO()
+    lines = [_line("trial", entry, run) for entry in study.entries for run in entry.runs]
+    lines += [_line("tuning", entry, run) for entry in study.tuning for run in entry.runs]
+    if lines:
+        writer = csv.DictWriter(text, fieldnames=list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+    path = study.directory / TRIALS
+    replace_file(path, text.getvalue().encode())
+    return path
+
+
+def _outcome(run: Run) -> str:
+    if not run.finished:
+        return "cut off"
+    return "diverged" if run.diverged else "missed" if run.time_to_target is None else "reached"
+
+
+def _line(kind: str, entry: Entry, run: Run) -> dict[str, Any]:
+    time, summary = run.time_to_target, run.summary
+    return {
+        "kind": kind,
+        "entry": entry.name,
+        "strategy": entry.strategy,
+        "options": "+".join(f"{name}={value}" for name, value in entry.options.items()),
+        "workers": entry.workers,
+        "servers": entry.servers,
+        "world": entry.world,
+        "cluster": entry.cluster,
+        "seed": run.manifest.seed,
+        "outcome": _outcome(run),
+        "time_to_target": time,
+        "worker_seconds": None if time is None else entry.workers * time,
+        "bytes_to_target": run.bytes_to_target,
+        "steps": None if summary is None else summary.steps,
+        "samples": None if summary is None else summary.samples,
+        "seconds": run.seconds,
+        "value": None if summary is None else summary.value,
+        "staleness_mean": None if summary is None else summary.staleness_mean,
+        "directory": str(run.directory),
+        "problem": run.problem,
+    }
