@@ -1,0 +1,171 @@
+"""One self-contained page about a study: a file that needs no network, made from records and from nothing else.
+
+The page may run its own scripts and no other, and may fetch nothing: its security policy names them by their hashes.
+Text from records is escaped by the template; inside the page's data, and inside plotly's texts, by `data_script` and
+`marks.safe`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+from markupsafe import Markup
+
+from torrential.errors import BadInput
+from torrential.progress import metric_value
+from torrential.records import replace_file
+from torrential.report import figures, scaling, series, tables
+from torrential.report.marks import Figure, Key, entry_keys, keys
+from torrential.report.timeline import event_words, timeline, timeline_bins
+from torrential.study.results import Study
+from torrential.study.verdict import FEWEST, judge
+from torrential.version import __version__
+
+EVENTS_LISTED = 200  # of one trial
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, what the reader sees there, and figures with the legend that shows and hides their parts."""
+
+    id: str
+    title: str
+    text: str
+    figures: dict[str, Figure]
+    legend: list[Key] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One that the timeline can show."""
+
+    id: str
+    name: str
+    entry: str
+    figure: Figure
+    events: list[str]
+    more: int  # events that are not listed
+
+
+def write_report(study: Study, path: Path) -> None:
+    if not any(entry.runs for entry in study.entries):
+        raise BadInput(f"{study.directory} has no runs to report on; name a study, or a directory of runs")
+    replace_file(path, render(study).encode())
+
+
+def render(study: Study) -> str:
+    verdict = judge(study)
+    counts = {id(run): series.updates(run) for entry in study.entries for run in entry.runs}
+    sections, trials = figure_sections(study, counts), timeline_trials(study, counts)
+    drawn = {name: figure for section in sections for name, figure in section.figures.items()}
+    data = data_script({"figures": drawn, "timelines": {trial.id: trial.figure for trial in trials}})
+    scripts = [plotly_script(), data, _own("page.js")]
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_own("page.html")).render(
+        study=study,
+        target="" if study.target is None else metric_value(study.metric, study.target),
+        refused=bool(verdict.refused),
+        verdict=[sentence(study, text) for text in verdict.sentences],
+        rules=[sentence(study, text) for text in verdict.rules],
+        sections=sections,
+        trials=trials,
+        first=max(trials, key=lambda trial: len(trial.events)).id if trials else "",
+        table=tables.trials(study, counts),
+        tuning=tables.tuning(study) if study.tuning else None,
+        commands=tables.commands(study),
+        machines=tables.machines(study),
+        options=tables.options(study),
+        evaluations=tables.evaluations(study),
+        fewest=FEWEST,
+        version=__version__,
+        style=Markup(_own("page.css")),
+        scripts=[Markup(script) for script in scripts],
+        policy=" ".join(f"'{_hash(script)}'" for script in scripts),
+    )
+
+
+def figure_sections(study: Study, counts: dict[int, series.Updates]) -> list[Section]:
+    """In the page's order; what a study has no records for has no section."""
+    legend = entry_keys(study)
+    groups = keys((name for name, _ in scaling.scaling_groups(study)), "s")
+    target = "" if study.target is None else metric_value(study.metric, study.target)
+    bands = (
+        "Thick: the mean over trials, with one standard deviation either way, as far as all trials go. Thin: trials."
+    )
+    found: list[tuple[str, str, str, dict[str, Figure | None], list[Key]]] = [
+        ("time", f"{study.metric} against time", bands, {"against-time": figures.metric_curves(study, "time")}, legend),
+        ("samples", f"{study.metric} against samples", bands + " What is left when time does not count.",
+         {"against-samples": figures.metric_curves(study, "samples")}, legend),
+        ("target", f"Time to {target}",
+         "Bars: the median of finished trials, a miss being later than anything; no bar where that is a miss. Points: "
+         "trials.",
+         {"to-target": figures.target_bars(study)}, []),
+        ("spent", "Where the time went",
+         "Of the average worker, mean over trials. After the name: per cent computing / communicating / waiting.",
+         {"time-spent": figures.time_spent(study)}, []),
+        ("staleness", "Staleness",
+         "How many updates by others came between a worker's read and its push, over all updates of all trials.",
+         {"stale": figures.staleness(study, counts)}, legend),
+        ("scaling", "More workers",
+         "Lines: medians of the trials shown as points, missed ones left out. Dotted: each worker worth as much as the "
+         "first ones.",
+         {"scaling-time": scaling.scaling(study, "time"), "scaling-speed": scaling.scaling(study, "speed")}, groups),
+    ]  # fmt: skip
+    sections = []
+    for name, title, text, drawn, items in found:
+        there = {key: figure for key, figure in drawn.items() if figure is not None}
+        if there:
+            shown = {trace.get("meta") for figure in there.values() for trace in figure["data"]}
+            used = [item for item in items if item.key in shown]
+            sections.append(Section(name, title[0].upper() + title[1:], text, there, used))
+    return sections
+
+
+def timeline_trials(study: Study, counts: dict[int, series.Updates]) -> list[Trial]:
+    bins = timeline_bins(study)
+    found: list[Trial] = []
+    for entry in study.entries:
+        for run in entry.runs:
+            figure = timeline(run, counts[id(run)], bins)
+            if figure is not None:
+                events = [event_words(event) for event in run.events[:EVENTS_LISTED]]
+                more = len(run.events) - len(events)
+                found.append(Trial(f"t{len(found)}", run.directory.name, entry.name, figure, events, more))
+    return found
+
+
+def sentence(study: Study, text: str) -> str:
+    """With a capital, unless it begins with the name of an entry."""
+    named = any(text.startswith(entry.name) for entry in study.entries)
+    return (text if named else text[:1].upper() + text[1:]) + "."
+
+
+def data_script(data: Any) -> str:
+    """Assigned by a script of its own; "<" never appears, so no text in it can end the script."""
+    text = msgspec.json.encode(data).decode()
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return f"const REPORT = {text};"
+
+
+def plotly_script() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def _own(name: str) -> str:
+    return files("torrential.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
