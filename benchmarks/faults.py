@@ -46,16 +46,19 @@ MODELS = {
 }
 
 
-class Run:
-    def __init__(self, out: Path, *args: str) -> None:
-        self.out, self.log = out, out.with_suffix(".log")
-        with open(self.log, "ab") as log:
-            command = [sys.executable, "-m", "torrential", "train", *args]
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+class Family:
+    """A process and its descendants."""
+
+    def __init__(self, log: Path, *command: str) -> None:
+        self.log = log
+        with open(log, "ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
         self.seen: set[int] = {self.process.pid}
 
-    def family(self) -> dict[int, str]:
-        """Processes of this run by pid, each with the name it gave itself (tt-worker-0, tt-observer)."""
+    def members(self) -> dict[int, str]:
+        """Processes by pid, each with the name it gave itself (tt-worker-0, tt-observer)."""
         names = {}
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.process.pid).children(recursive=True):
@@ -63,6 +66,28 @@ class Run:
                     names[process.pid] = Path(f"/proc/{process.pid}/comm").read_text().strip()
         self.seen |= names.keys()
         return names
+
+    def kill_all(self) -> None:
+        for pid in [self.process.pid, *self.members()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def leftovers(self, files_before: set[str]) -> list[str]:
+        """What is still there three seconds after the end."""
+        deadline = time.monotonic() + 3
+        while True:
+            left = [f"process {pid}" for pid in sorted(self.seen) if psutil.pid_exists(pid) and not _zombie(pid)]
+            left += sorted(shared_files() - files_before)
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.05)
+
+
+class Run(Family):
+    def __init__(self, out: Path, *args: str) -> None:
+        self.out = out
+        super().__init__(out.with_suffix(".log"), "torrential", "train", *args)
 
     def records(self) -> list[Any]:
         path = self.out / "records.jsonl"
@@ -86,23 +111,7 @@ class Run:
         raise SystemExit(f"hung for {PATIENCE_SECONDS:.0f} s; see {self.log} and {self.out}")
 
     def worker(self, rank: int) -> int:
-        return next(pid for pid, name in self.family().items() if name == f"tt-worker-{rank}")
-
-    def kill_all(self) -> None:
-        for pid in [self.process.pid, *self.family()]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-    def leftovers(self, files_before: set[str]) -> list[str]:
-        """What is still there three seconds after the end."""
-        deadline = time.monotonic() + 3
-        while True:
-            left = [f"process {pid}" for pid in sorted(self.seen) if psutil.pid_exists(pid) and not _zombie(pid)]
-            left += sorted(shared_files() - files_before)
-            if not left or time.monotonic() > deadline:
-                return left
-            time.sleep(0.05)
+        return next(pid for pid, name in self.members().items() if name == f"tt-worker-{rank}")
 
 
 def _zombie(pid: int) -> bool:

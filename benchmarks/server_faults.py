@@ -1,0 +1,225 @@
+"""Kills servers and workers at random moments while workers add to a vector, and audits every addition.
+
+python -m benchmarks.server_faults --kills 100
+
+A run has three workers and three servers, every range on two of them (`--replicas 1`), and suffers ten kills (SIGKILL)
+one after the other: of a server, of a worker, or of both at once. Whoever was killed is replaced. Each addition touches
+every range (benchmarks/audit.py), by keys or as a whole, straight or through the optimizer, and is one of:
+
+    acknowledged        before its worker was killed, or at any time: it must have been applied exactly once everywhere
+    not acknowledged    its worker was killed before: on each range it was applied once or not at all
+
+Told: seconds from a kill until every other worker has had an addition acknowledged that it began after the kill, and
+the same when nobody was killed; until a killed server's replacement has its share of the ranges, and a killed worker's
+has joined; and what a run left behind.
+The next server is killed only when the last one's replacement is complete: with one replica, two at a time are not
+survived, and not meant to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.audit import LAST_CLOCKS, PATIENCE_SECONDS, Entry, Plan, Word, numbers, objections
+from benchmarks.faults import Family, shared_files
+
+LOOK_SECONDS = 0.002
+WARM_UP = 20  # additions of each worker before the first kill
+PAUSE_SECONDS = 1.0  # at most, between a recovery and the next kill
+VICTIMS = {"server": 0.5, "worker": 0.3, "both": 0.2}
+
+
+class Hung(SystemExit):
+    pass
+
+
+class Siege:
+    """One run."""
+
+    def __init__(self, plan: Plan, chance: random.Random) -> None:
+        self._plan, self._chance = plan, chance
+        Path(plan.directory).mkdir(parents=True)
+        self._control = numbers(plan.control, Word, "w+")
+        self._files = shared_files()
+        self._lives = [1] * plan.workers  # of each worker, the one that is due included
+        self._servers_killed = 0
+        self._family = Family(Path(plan.directory, "log"), "benchmarks.audit", json.dumps(asdict(plan)))
+        self.kills: list[dict[str, Any]] = []
+        self.usual: list[float] = []  # what is told of kills, when nobody was killed
+
+    def run(self, kills: int) -> None:
+        try:
+            self._until("the workers to begin", lambda: len(self._working(WARM_UP)) == self._plan.workers)
+            self.usual = [self._measure([], range(self._plan.workers)) for _ in range(kills)]
+            while len(self.kills) < kills:
+                self._kill()
+            self._until("the replacements", lambda: self._complete() and len(self._working()) == self._plan.workers)
+            self._stop()
+        except BaseException:
+            self._family.kill_all()
+            raise
+
+    def wrong(self) -> list[str]:
+        """In words."""
+        status = self._family.process.returncode
+        left = [f"left behind: {what}" for what in self._family.leftovers(self._files)]
+        return left + ([f"exit status {status}"] if status else list(objections(self._plan)))
+
+    def acknowledged(self) -> int:
+        paths = [path for rank in range(self._plan.workers) for path in self._plan.ledgers(rank)]
+        return sum(int(numbers(path, Entry)[Entry.ACKNOWLEDGED]) for path in paths)
+
+    def replacements(self, lost: str, back: str) -> list[float]:
+        """Seconds from each event of one name to the next of the other."""
+        pairs = zip(self._events(lost), self._events(back), strict=True)
+        return [after["time"] - before["time"] for before, after in pairs]
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+    def _until(self, what: str, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            if self._family.process.poll() is not None:
+                raise Hung(f"the run ended while {what} was waited for; see {self._family.log}")
+            if time.monotonic() > deadline:
+                raise Hung(f"waited {PATIENCE_SECONDS:.0f} s for {what}; see {self._plan.directory}")
+            time.sleep(LOOK_SECONDS)
+
+    def _events(self, name: str) -> list[dict[str, Any]]:
+        lines = self._plan.events.read_bytes().splitlines(keepends=True) if self._plan.events.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        return [record for record in records if record.get("event") == name]
+
+    def _entry(self, rank: int, entry: Entry) -> float:
+        """Of its newest life; nothing while a replacement is due."""
+        ledgers = self._plan.ledgers(rank)
+        if len(ledgers) < self._lives[rank] or not ledgers[-1].stat().st_size:
+            return 0.0
+        return float(numbers(ledgers[-1], Entry)[entry])
+
+    def _working(self, least: int = 1) -> list[int]:
+        return [r for r in range(self._plan.workers) if self._entry(r, Entry.ACKNOWLEDGED) >= least]
+
+    def _complete(self) -> bool:
+        """Whether all ranges have all their copies."""
+        return len(self._events("server_filled")) == self._servers_killed
+
+    # -- killing ------------------------------------------------------------------------------------------------------
+    def _kill(self) -> None:
+        (what,) = self._chance.choices(list(VICTIMS), list(VICTIMS.values()))
+        victims = []
+        if what != "worker":
+            self._until("the last server's replacement", self._complete)
+            victims.append(f"server-{self._chance.randrange(self._plan.servers)}")
+            self._servers_killed += 1
+        others = self._working()
+        if what != "server" and len(others) > 1:
+            rank = others.pop(self._chance.randrange(len(others)))
+            victims.append(f"worker-{rank}")
+            self._lives[rank] += 1
+        seconds = self._measure(victims, others)
+        self.kills += [{"victim": victim, "at_once": len(victims), "others_after": seconds} for victim in victims]
+
+    def _measure(self, victims: Sequence[str], others: Collection[int]) -> float:
+        """Kill, and wait until the others have had something acknowledged that they began later."""
+        pids = {name: pid for pid, name in self._family.members().items()}
+        time.sleep(self._chance.uniform(0, PAUSE_SECONDS if victims else PAUSE_SECONDS / 10))
+        killed_at = self._control[Word.KILLED_AT] = time.monotonic()
+        for victim in victims:
+            os.kill(pids[f"tt-{victim}"], signal.SIGKILL)
+        self._until("the others to go on", lambda: all(self._entry(r, Entry.KILL) == killed_at for r in others))
+        return max(self._entry(r, Entry.RECOVERED_AT) for r in others) - killed_at
+
+    def _stop(self) -> None:
+        clocks = [self._entry(rank, Entry.CLOCK) for rank in range(self._plan.workers)]
+        self._control[Word.STOP] = max(clocks) + LAST_CLOCKS
+        self._until("the end", lambda: self._family.process.poll() is not None)
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(seconds), "worst": max(seconds)} if seconds else {}
+
+
+def besiege(options: argparse.Namespace, root: Path) -> dict[str, Any]:
+    chance = random.Random(options.seed)
+    kills: list[dict[str, Any]] = []
+    usual, servers, workers, wrong = list[float](), list[float](), list[float](), list[str]()
+    additions = runs = 0
+    while len(kills) < options.kills:
+        plan = Plan(
+            directory=str(root / f"run-{runs}"),
+            workers=options.workers,
+            servers=options.servers,
+            replicas=options.replicas,
+            transport=options.transport,
+            staleness=options.staleness,
+            seed=chance.randrange(1 << 30),
+        )
+        siege = Siege(plan, chance)
+        siege.run(min(options.each, options.kills - len(kills)))
+        found = siege.wrong()
+        kills, usual = kills + siege.kills, usual + siege.usual
+        servers += siege.replacements("server_lost", "server_filled")
+        workers += siege.replacements("worker_lost", "worker_joined")
+        additions, runs, wrong = additions + siege.acknowledged(), runs + 1, wrong + found
+        slowest = max(kill["others_after"] for kill in siege.kills)
+        print(
+            f"run {runs}: {len(siege.kills)} kills, {siege.acknowledged():,} additions, the others on after "
+            f"{slowest:.3f} s at most; {'; '.join(found) or 'all as it should be'}",
+            flush=True,
+        )
+        if not found:
+            shutil.rmtree(plan.directory)
+    by_victim = {
+        kind: [k["others_after"] for k in kills if k["victim"].startswith(kind)] for kind in ("server", "worker")
+    }
+    return {
+        "killed": {kind: len(times) for kind, times in by_victim.items()},
+        "at_once": sum(k["at_once"] > 1 for k in kills) // 2,
+        "runs": runs,
+        "additions": additions,
+        "others_on_after": {kind: spread(times) for kind, times in by_victim.items()} | {"nobody": spread(usual)},
+        "replaced_after": {"server": spread(servers), "worker": spread(workers)},
+        "wrong": wrong,
+        "every_kill": kills,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--each", type=int, default=10, help="kills in one run")
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--servers", type=int, default=3)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--transport", choices=["shared", "unix", "tcp"], default="shared")
+    parser.add_argument(
+        "--staleness", type=int, help="clocks that workers may be apart; by default as many as they like"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    options = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="server-faults-"))
+    result = vars(options) | besiege(options, root)
+    shown = {name: value for name, value in result.items() if name not in vars(options) and name != "every_kill"}
+    print(json.dumps(shown, indent=2))
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
+    if result["wrong"]:
+        raise SystemExit(f"{len(result['wrong'])} things are wrong; see {root}")
+    shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
