@@ -10,6 +10,7 @@ ratio it covered that in 90 % with 3 trials and 93-95 % with 4 or more, the plai
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -113,6 +114,7 @@ def interval(
     return ratios[math.floor(tail * (RESAMPLES - 1))].item(), ratios[math.ceil((1 - tail) * (RESAMPLES - 1))].item()
 
 
+@functools.cache
 def tail_share(trials: int) -> float:
     """What is cut off on either side: less than a fortieth, as the bootstrap's spread is too small for few trials."""
     from scipy import stats
