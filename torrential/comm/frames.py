@@ -84,7 +84,7 @@ class Frames:
         self._letter: tuple[Any, list[Tensor]] | None = None  # the header has come
         self._missing: list[memoryview] = []  # of its payload
         self._views: dict[tuple[object, ...], Tensor] = {}
-        self._straight = False
+        self._straight = self._landed = False
 
     def room(self) -> memoryview:
         self._straight = bool(self._missing) and self._missing[0].nbytes >= STRAIGHT
@@ -96,7 +96,7 @@ class Frames:
             self._missing[0] = self._missing[0][count:]
         else:
             self._held += count
-        while self._header() and self._payload():
+        while (self._letter is not None or self._header()) and (not self._missing or self._payload()):
             assert self._letter is not None
             yield self._letter
             self._letter = None
@@ -105,9 +105,21 @@ class Frames:
         elif self._held == self._ahead.nbytes:
             self._make_room(self._held - self._read)
 
+    def divert(self) -> None:
+        """What is coming in is not to land where it was wanted, but in fresh memory; what is there already, too."""
+        if self._letter is None or not self._landed:
+            return
+        message, tensors = self._letter
+        tensors = [tensor.clone() for tensor in tensors]
+        wholes = [wire.raw(tensor) for tensor in tensors if tensor.numel()]
+        count = len(self._missing)
+        self._missing = [
+            whole[whole.nbytes - rest.nbytes :]
+            for whole, rest in zip(wholes[len(wholes) - count :], self._missing, strict=True)
+        ]
+        self._letter, self._landed = (message, tensors), False
+
     def _header(self) -> bool:
-        if self._letter is not None:
-            return True
         held = self._held - self._read
         if held < wire.LENGTH.size:
             return False
@@ -121,9 +133,7 @@ class Frames:
         self._read = start + length
         try:
             sealed = self._decoder.decode(self._ahead[start : self._read])
-            tensors = self._landed(sealed) or [self._view(p) if p.key else _fresh(p) for p in sealed.pieces]
-            both = zip(tensors, sealed.pieces, strict=True)
-            self._missing = [wire.raw(tensor) for tensor, piece in both if not piece.key and tensor.numel()]
+            tensors = self._places(sealed)
         except Exception as error:  # of bytes, types, sizes or memory: there are many ways not to make sense
             raise wire.WireError(f"unreadable header: {type(error).__name__}: {error}") from error
         self._letter = (sealed.message, tensors)
@@ -152,16 +162,21 @@ class Frames:
         self._read, self._held = 0, len(kept)
         self._ahead[: len(kept)] = kept
 
-    def _landed(self, sealed: Sealed[Any]) -> list[Tensor] | None:
-        """Where it is wanted, if it is wanted somewhere, comes as bytes, and fits."""
-        wanted = self._landing(sealed.message) if sealed.pieces else None
-        if wanted is None or len(wanted) != len(sealed.pieces):
-            return None
-        fits = (
-            not p.key and p.sizes == list(t.shape) and p.dtype == _NAMES[t.dtype] and t.is_contiguous()
-            for t, p in zip(wanted, sealed.pieces, strict=True)
-        )
-        return list(wanted) if all(fits) else None
+    def _places(self, sealed: Sealed[Any]) -> list[Tensor]:
+        """Where its tensors lie: in another's memory; where they are wanted, if they fit; or in fresh memory."""
+        pieces = sealed.pieces
+        inline = [piece for piece in pieces if not piece.key]
+        if not inline:
+            return [self._view(piece) for piece in pieces]
+        wanted = self._landing(sealed.message) if len(inline) == len(pieces) else None
+        self._landed = wanted is not None and _fit(wanted, pieces)
+        if wanted is not None and self._landed:
+            tensors = list(wanted)
+        else:
+            tensors = [self._view(piece) if piece.key else _fresh(piece) for piece in pieces]
+        both = zip(tensors, pieces, strict=True)
+        self._missing = [wire.raw(tensor) for tensor, piece in both if not piece.key and tensor.numel()]
+        return tensors
 
     def _view(self, piece: Piece) -> Tensor:
         """Another's memory."""
@@ -181,6 +196,13 @@ class Frames:
                 self._views.clear()
             self._views[key] = view
         return view
+
+
+def _fit(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> bool:
+    return len(tensors) == len(pieces) and all(
+        p.sizes == list(t.shape) and p.dtype == _NAMES[t.dtype] and t.is_contiguous()
+        for t, p in zip(tensors, pieces, strict=True)
+    )
 
 
 def _fresh(piece: Piece) -> Tensor:

@@ -70,7 +70,8 @@ class Mail(Protocol):
 
     def land(self, where: Callable[[Any], Sequence[Tensor] | None]) -> None:
         """Say where tensors that come as bytes shall be written: `where(message)` names tensors, or None. If they fit,
-        they are those of the letter, and nothing has to be copied."""
+        they are those of the letter, and nothing has to be copied. Said again, it takes back what was said before:
+        what is on its way by then is not written there any more."""
 
     def receive(self, timeout: float | None = None) -> Letter | None:
         """The next letter from anybody, in order of arrival; None after `timeout` seconds. To a server that is to stop
@@ -113,8 +114,12 @@ class Comm(Mail, Protocol):
         """Meet the other members of the newest generation. `stand` is called once all of them have stopped; it
         returns how many steps this one has taken (-1: none, and it has no state yet)."""
 
-    def leave(self) -> None:
-        """This worker's program is finished; return when all members' are. Raises Regrouped if one dies before."""
+    def suspect(self, address: int, seconds: float) -> None:
+        """A server has not answered for so long; the world finds out whether it is hung, or whom it waits for."""
+
+    def leave(self, last: Callable[[], None] | None = None) -> None:
+        """This worker's program is finished; return when all members' are. Raises Regrouped if one dies before. When
+        all of them are, one of those that have given a `last` thing to do does it, and the others wait for that."""
 
 
 class Part(NamedTuple):

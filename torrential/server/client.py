@@ -82,6 +82,8 @@ class Client:
         self._unanswered: dict[int, Pending] = {}  # by number, in ascending order
         self._versions: dict[int, int] = {}  # of the parameters last read, by the start of the range
         self._marked = self._saved = 0  # the newest checkpoint that this worker has marked, and asked for
+        self._waited: Pending | None = None  # what the caller waits for, and so cannot be computing on
+        self._land()
 
     # -- parameters -------------------------------------------------------------------------------------------------
     def enter(self) -> int:
@@ -155,10 +157,6 @@ class Client:
     def forget(self, pending: Pending) -> None:
         """Nobody will wait for its answer any more."""
         self._unanswered.pop(pending.seq, None)
-
-    def catch_up(self) -> None:
-        """Read what has arrived."""
-        self._poll()
 
     def call(
         self,
@@ -256,11 +254,10 @@ class Client:
         assert isinstance(values, Tensor)
         if keys.numel() != values.numel():
             raise BadInput(f"{values.numel()} values do not fit {keys.numel()} keys; give one value for each key")
-        if keys.numel() > 1 and not bool((keys[1:] >= keys[:-1]).all()):
-            keys, order = keys.sort(stable=True)
-            values = values[order]
-        if keys.numel() and not (int(keys[0]) >= 0 and int(keys[-1]) < self.numel):
-            raise BadInput(f"no such keys ({int(keys[0])} to {int(keys[-1])}); there are {self.numel}")
+        if keys.numel():
+            least, most = (int(key) for key in torch.aminmax(keys))
+            if not 0 <= least <= most < self.numel:
+                raise BadInput(f"no such keys ({least} to {most}); there are {self.numel}")
         parts = self._cut([(0, self.numel)], (values, keys), (), keys=True)
         return parts if everywhere else [part for part in parts if part.tensors[1].numel()]
 
@@ -271,6 +268,8 @@ class Client:
         values and the keys."""
         table, version = self._view.table, self._view.version
         parts: dict[int, _Part] = {}
+        if keys and len(table) > 1:
+            tensors = _ascending(*tensors)
         for i, (first, last) in enumerate(spans):
             if not 0 <= first <= last <= self.numel:
                 raise BadInput(f"no such parameters ({first} to {last}); there are {self.numel}")
@@ -284,9 +283,10 @@ class Client:
                 offset = spans[i][0]
                 part.spans += ((first, stop),)
                 if keys:
-                    part.keys = True
-                    low, high = torch.searchsorted(tensors[1], torch.tensor([first, stop])).tolist()
-                    part.tensors = [tensors[0][low:high], tensors[1][low:high]]
+                    part.keys, part.tensors = True, list(tensors)
+                    if len(table) > 1:
+                        low, high = torch.searchsorted(tensors[1], torch.tensor([first, stop])).tolist()
+                        part.tensors = [tensor[low:high] for tensor in tensors]
                 elif tensors:
                     whole = stop - first == tensors[i].numel()
                     part.tensors.append(tensors[i] if whole else tensors[i][first - offset : stop - offset])
@@ -297,6 +297,15 @@ class Client:
 
     # -- answers ----------------------------------------------------------------------------------------------------
     def _wait(self, pending: Pending, timeout: float | None) -> None:
+        self._waited = pending
+        try:
+            self._read_until(pending, timeout)
+        finally:
+            self._waited = None
+            if pending.parts:
+                self._land()
+
+    def _read_until(self, pending: Pending, timeout: float | None) -> None:
         comm, limit = self.comm, self.timeout if timeout is None else timeout
         began = sent = comm.now()
         pause = limit if self._resend is None else min(limit, self._resend)
@@ -315,6 +324,20 @@ class Client:
             pause = limit - (now - began)
             if self._resend is not None:
                 pause = min(pause, self._resend)
+
+    def _land(self) -> None:
+        """Whatever is coming in by an earlier word lands in memory of its own."""
+        if not self.comm.shares_memory:
+            self.comm.land(self._place)
+
+    def _place(self, message: Any) -> Sequence[Tensor] | None:
+        """Parameters that the caller waits for come straight to where it wants them. Where it goes on meanwhile they
+        are copied there as a whole: nobody computes on half of them."""
+        pending = self._waited
+        if pending is None or not isinstance(message, Done) or message.seq != pending.seq:
+            return None
+        part = pending.parts.get(message.start)
+        return part.into or None if part is not None and part.view == message.view else None
 
     def _complain(self, pending: Pending, waited: float, overdue: Callable[[int, float], None] | None) -> None:
         if overdue is None:
@@ -351,7 +374,8 @@ class Client:
             assert isinstance(message, Done)
             saved = pending.kind is Save
             for view, tensor in zip(part.into, tensors, strict=bool(part.into) and not saved):
-                view.copy_(tensor)
+                if tensor is not view:  # else it has landed there
+                    view.copy_(tensor)
             if part.into and not saved:
                 self._versions[part.start] = message.version
             pending.answers.append((message, () if part.into else [tensor.clone() for tensor in tensors]))
@@ -373,6 +397,8 @@ class Client:
                 r = view.table[find(view.table, part.start)]
                 if (r.start, r.stop, r.chain[0]) == (part.start, part.stop, part.server) and not part.moved:
                     continue
+                if pending is self._waited:
+                    self._land()
                 del pending.parts[part.start]
                 parts = (
                     self._cut(part.spans, part.tensors, part.into, part.keys)
@@ -388,6 +414,13 @@ class Client:
         for pending in self._unanswered.values():
             for part in pending.parts.values():
                 self.comm.post(part.server, part.message, part.tensors)
+
+
+def _ascending(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    if keys.numel() > 1 and not bool((keys[1:] >= keys[:-1]).all()):
+        keys, order = keys.sort(stable=True)
+        values = values[order]
+    return values, keys
 
 
 class _Part:
