@@ -276,34 +276,34 @@ class Cluster:
 
     def add_worker(self, rank, program):
         self.workers.add(rank)
-        self._announce()
+        self.announce()
         self.work(rank, program)
 
     def remove_worker(self, rank):
         self.hub.kill(rank)
         self.workers.discard(rank)
-        self._announce()
+        self.announce()
 
     def kill_server(self, address):
         self.hub.kill(address)
         self.roles.pop(address, None)
         self.table = ring.leave(self.table, address, self.replicas)
-        self._announce()
+        self.announce()
 
     def add_server(self):
         address = SERVERS + self.created
         self.created += 1
         self.table = ring.join(self.table, address, self.replicas)
-        self._announce()
+        self.announce()
         self._start_server(address)
         return address
 
     def _filled(self, address, version):
         if any(r.heir == address for r in self.table) and version >= self.hub.view.version:
             self.table = ring.promote(self.table, address, self.replicas)
-            self._announce()
+            self.announce()
 
-    def _announce(self):
+    def announce(self):
         self.hub.announce(self.workers, self.table)
 
     def settled(self):

@@ -268,7 +268,7 @@ def test_in_step_a_checkpoint_takes_back_what_was_dealt_last():
     assert dealer.used == {0: 9} and len(dealer.leases) == 1
 
 
-def test_a_checkpoint_does_not_wait_for_the_dead_and_when_nobody_is_left_for_nobody():
+def test_a_checkpoint_does_not_wait_for_the_dead():
     hub = Hub(4)
     cluster = Cluster(hub, 32, servers=2, replicas=1, workers=(0, 1))
 
@@ -287,10 +287,26 @@ def test_a_checkpoint_does_not_wait_for_the_dead_and_when_nobody_is_left_for_nob
     cluster.remove_worker(1)
     hub.run()
     assert hub.comms[0].result.tolist() == [-1.0] * 32
-    cluster.remove_worker(0)
-    cluster.work(0, lambda client, comm: (into := torch.empty(32), client.save([into]).wait())[0])  # not in the view
-    hub.run()
-    assert hub.comms[0].result.tolist() == [-1.0] * 32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_checkpoint_is_asked_for_by_a_worker_that_has_left(kind):
+    """It may ask before the servers have heard that it has."""
+    for seed in range(10):
+        hub = Hub(seed)
+        cluster = Cluster(hub, 32, servers=2, replicas=1, workers=(0,), consistency=KINDS[kind])
+
+        def program(client, comm, cluster=cluster):
+            client.push(torch.ones(32), clock=client.enter(), lr=1.0).wait()
+            cluster.workers.clear()
+            cluster.announce()
+            into = torch.empty(32)
+            whole = joined(client.save([into]).wait().rests, 32)
+            return into.tolist(), whole.version
+
+        cluster.work(0, program)
+        hub.run()
+        assert hub.comms[0].result == ([-1.0] * 32, 1), seed
 
 
 def test_a_shard_and_its_copy_go_on_alike():

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from torrential.errors import CheckpointDamaged, RunFailed
 from torrential.records import NO_SPACE
+from torrential.server.dealer import Dealer
 
 FORMAT = 1
 STATE = "state.json"
@@ -52,9 +53,10 @@ class Checkpoint:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     workers: dict[str, Tensor] = field(default_factory=dict)
+    dealer: Dealer | None = None  # who has had which samples, where servers deal them
 
 
-class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`state.json`. `files` also vouches for this file: its sha256 is taken before its own entry is added."""
 
     format: int
@@ -66,6 +68,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     members: list[int]
     applied: dict[str, int]
     files: dict[str, str]
+    dealer: Dealer | None = None
 
 
 def save(directory: str | os.PathLike[str], checkpoint: Checkpoint, keep: int = 2) -> Path:
@@ -131,6 +134,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         seed=state.seed,
         members=state.members,
         applied=state.applied,
+        dealer=state.dealer,
         **tensors,
     )
 
@@ -177,6 +181,7 @@ def _write(directory: Path, checkpoint: Checkpoint) -> None:
         members=checkpoint.members,
         applied=checkpoint.applied,
         files=files,
+        dealer=checkpoint.dealer,
     )
     with open(directory / STATE, "wb") as out:
         out.write(_encode(state, files | {STATE: _digest(_encode(state, files))}))
@@ -250,8 +255,8 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _encode(state: CheckpointState, files: dict[str, str]) -> bytes:
-    plain = msgspec.json.encode(msgspec.structs.replace(state, files=files), order="deterministic")
-    return msgspec.json.format(plain, indent=2) + b"\n"
+    plain = msgspec.to_builtins(msgspec.structs.replace(state, files=files), str_keys=True)
+    return msgspec.json.format(msgspec.json.encode(plain, order="deterministic"), indent=2) + b"\n"
 
 
 def _digest(content: bytes) -> str:

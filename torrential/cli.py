@@ -128,10 +128,7 @@ def train(
                 ).__enter__(),
             )
         except (KeyboardInterrupt, Terminated):
-            onward = f"what was saved is in {job.directory}"
-            if not job.strategy.served:
-                onward = f"go on with: torrential train --resume {job.directory}"
-            _err.print(f"stopped; {onward}", highlight=False)
+            _err.print(f"stopped; go on with: torrential train --resume {job.directory}", highlight=False)
             raise
         _err.print(final_table(result.summary))
         if json:

@@ -238,11 +238,6 @@ def _resumed(directory: Path, manifest: records.Manifest, task: Task | None) -> 
     except msgspec.ValidationError as error:
         path = directory / records.MANIFEST
         raise BadInput(f"{path} is damaged ({error}); take it from a copy, or start a new run") from error
-    if STRATEGIES[config.strategy].served:
-        raise BadInput(
-            f"a run of {config.strategy} cannot be resumed yet ({directory}): its checkpoints hold the parameters, "
-            "but not the servers' state; start another one"
-        )
     if task is None:
         if config.source is None:
             raise BadInput(f"the task of {directory} was made in a program; go on with tt.train(task, resume=...)")

@@ -196,9 +196,14 @@ def summarise(job: Job, history: list[Record]) -> Summary:
 
 
 def _staleness(steps: list[Step]) -> dict[str, Any]:
-    """Over all updates on record, of every worker."""
-    newest = {step.worker: step.staleness for step in steps}
-    counts = [(versions, times) for by_worker in newest.values() for versions, times in by_worker.items()]
+    """Over all updates on record, of every worker. Its counts begin anew when it is replaced or the run resumed."""
+    ended, newest = [], dict[int, dict[int, int]]()
+    for step in steps:
+        before = newest.get(step.worker, {})
+        if sum(step.staleness.values()) < sum(before.values()):
+            ended.append(before)
+        newest[step.worker] = step.staleness
+    counts = [(versions, times) for life in [*ended, *newest.values()] for versions, times in life.items()]
     updates = sum(times for _, times in counts)
     mean = sum(versions * times for versions, times in counts) / updates if updates else 0.0
     return {"staleness_mean": mean, "staleness_max": max((versions for versions, _ in counts), default=0)}

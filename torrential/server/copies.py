@@ -15,9 +15,9 @@ Of every push either all copies of a checkpoint have all of it, or none has any;
 The dealer's copy says which samples the copied updates were made of; all others are dealt again (server/dealer.py). A
 worker that dies while it sends a push may leave it on some ranges only, with or without a checkpoint.
 
-Copies are not replicated. A head that inherits a range meanwhile says that the copy is lost, and the first worker
-begins another checkpoint, under the next number; so it does if the cuts of two ranges differ. One is under way at a
-time.
+Marks count on letters of one role to another coming in order, as they do on sockets. Copies are not replicated. A head
+that inherits a range meanwhile says that the copy is lost, and the first worker begins another checkpoint, under the
+next number; so it does if the cuts of two ranges differ. One is under way at a time.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Copies:
         self, comm: Mail, link: Link, aggregates: bool, answer: Callable[[Ask, Outcome, Sequence[Tensor], bytes], None]
     ) -> None:
         self._comm, self._link, self._aggregates, self._answer = comm, link, aggregates, answer
-        self._announced = 0
+        self._announced, self._cut = 0, -1
         self._copy: _Copy | None = None
         self._saves: list[Ask] = []
         self.open = False  # whether what is applied to the range may have to be applied to a copy, too
@@ -96,10 +96,11 @@ class Copies:
         """`workers` of the view; those that are counted have spoken. Nobody has samples for clock `dealt` yet."""
         request, shard = ask.request, self._link.shard
         assert isinstance(request, Save)
-        if shard.start == 0 and request.number > self.number and counted:
-            self._announced = request.number
+        if shard.start == 0 and request.number > shard.marked and counted:
+            if request.number > self._announced:
+                self._announced, self._cut = request.number, max(dealt, shard.closed)
             for worker in workers:
-                self._comm.post(worker, Marking(number=request.number, cut=max(dealt, shard.closed)))
+                self._comm.post(worker, Marking(number=request.number, cut=self._cut))
         if all((other.worker, other.request.seq) != (ask.worker, request.seq) for other in self._saves):
             self._saves.append(ask)
         self.look(counted)
@@ -136,9 +137,9 @@ class Copies:
             self._answer_all()
 
     def gone(self, workers: Collection[int]) -> None:
+        """They may still ask for a copy: the last one is, by a worker that has left."""
         if self._copy is not None:
             self._copy.awaited.difference_update(workers)
-        self._saves = [ask for ask in self._saves if ask.worker not in workers]
 
     def look(self, counted: Collection[int]) -> None:
         """Whether a copy is complete by now, or can be made at once because nobody is there to change anything."""

@@ -127,7 +127,7 @@ class Dealer(msgspec.Struct):
                 break
             copy.returned.pop()
             copy.epoch, copy.cursor = hand.epoch, hand.first
-        copy.dealt = 0
+        copy.dealt = copy.lease = 0
         return copy
 
     def holders(self) -> set[int]:

@@ -41,8 +41,16 @@ class Observer:
         if saved is None:
             return None
         self.model.load_state_dict(saved.model)
-        place = {"step": saved.step, "epoch": saved.epoch, "cursor": saved.cursor, "samples": saved.samples}
-        return Snapshot(**place, time=0.0, members=saved.members, counts=[], final=True)
+        return Snapshot(
+            step=saved.step,
+            epoch=saved.epoch,
+            cursor=saved.cursor,
+            samples=saved.samples,
+            time=0.0,
+            members=saved.members,
+            counts=[],
+            final=True,
+        )
 
     def evaluate(self, snapshot: Snapshot, split: str) -> Evaluation:
         """Of the parameters last loaded."""

@@ -14,30 +14,42 @@ from collections import Counter
 
 import torch
 
+from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import Comm
 from torrential.config import RunConfig
 from torrential.data.batches import Batches
 from torrential.data.deal import order
 from torrential.errors import NonFiniteLoss
-from torrential.optim.recipe import adapt_model
+from torrential.optim.recipe import adapt_model, adapt_optimizer
 from torrential.optim.schedule import schedule_of
-from torrential.params.home import dtype_name, flat_gradient, gradients
+from torrential.params.home import flat_gradient, gradients
 from torrential.params.layout import plan
 from torrential.server.client import Answer, Client, Pending
+from torrential.server.optimizer import state_names
 from torrential.strategies.base import Batch, Strategy
 from torrential.task import Task
 from torrential.trainer.randomness import seed_all
 from torrential.trainer.recorder import Recorder
+from torrential.trainer.saving import Saving
 from torrential.trainer.slow import Brake
-from torrential.trainer.snapshot import Outlet, Snapshot, buffers_of, rest_of
+from torrential.trainer.snapshot import Outlet, load_rest, rest_of
 
 
 class ServedWorker:
     """Implements strategies.base.ServedContext."""
 
     def __init__(
-        self, task: Task, config: RunConfig, strategy: Strategy, comm: Comm, outlet: Outlet, device: torch.device
+        self,
+        task: Task,
+        config: RunConfig,
+        strategy: Strategy,
+        comm: Comm,
+        outlet: Outlet,
+        device: torch.device,
+        checkpoint: Checkpoint | None = None,
+        late: bool = False,
     ) -> None:
+        """`checkpoint`: what the servers begin with, if not with a new model. `late`: the others have begun before."""
         self.task, self.config, self.comm, self.outlet, self.device = task, config, comm, outlet, device
         seed_all(device, config.seed, 0)
         self.model = adapt_model(config.recipe, task.model()).to(device).train()
@@ -51,6 +63,8 @@ class ServedWorker:
             for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
                 entry.view(self.vector).copy_(parameter.data)
                 parameter.data = entry.view(self.vector)
+        spec = strategy.optimizer(adapt_optimizer(config.recipe, task.optimizer.with_lr(config.lr), self.model))
+        self._states = state_names(spec, dtype)
         self._batches = Batches(task.train, device)
         self._schedule = schedule_of(config, strategy.joined(config.workers, config.batch_size))
         self._brake = Brake(config, comm)
@@ -58,12 +72,17 @@ class ServedWorker:
         self.step = 0  # updates applied, as far as this worker knows
         self._samples = 0
         self._epoch = 0
-        self._told = -1
+        self._first = not late and comm.rank == 0  # among those who take part
         self._staleness: Counter[int] = Counter()
         self._dropped = 0
         self._loss = math.nan
         self._rate = config.lr  # of this worker's last push
         self.used: list[int] | None = None
+        if checkpoint is not None:
+            self.step, self._samples, self._epoch = checkpoint.step, checkpoint.samples, checkpoint.epoch
+            rest = rest_of(self.model, self.layout)
+            load_rest(self.model, {name: checkpoint.model[name] for name in rest if name in checkpoint.model})
+        self._told = -1 if late else self._due(self._epoch)
 
     # -- taking part --------------------------------------------------------------------------------------------
     def begin(self) -> int:
@@ -73,7 +92,9 @@ class ServedWorker:
             self.vector.dtype,
             timeout=self.config.settings.timeout,
             resend=self.comm.resend,
+            overdue=self.comm.suspect,
         )
+        self._saving = Saving(self.comm, self.params, self.outlet, self.model, self.layout, self._states)
         clock = self.params.enter()
         self.params.get(self.vector).wait()
         return clock
@@ -93,11 +114,10 @@ class ServedWorker:
         return Batch(answer.lease, answer.epoch, first, indices, answer.total or max(1, last - first))
 
     def leave(self) -> None:
+        self._saving.give_up()  # the last one follows
         self.params.wait()
         self._record()  # the counts are complete now
-        if self.comm.rank == self.comm.view.workers[0]:
-            self._give_snapshot(final=True)
-        self.comm.leave()
+        self.comm.leave(self._saving.last)
 
     # -- a batch ------------------------------------------------------------------------------------------------
     def backward(self, batch: Batch, weight: float, after: Pending | None = None) -> float:
@@ -165,14 +185,15 @@ class ServedWorker:
             self._dropped += answer.dropped
             if len(batch.indices) and not answer.dropped:
                 self._staleness[answer.staleness] += 1
+        self._saving.look()
         if not len(batch.indices):
             return
         self._loss, self._epoch = loss, batch.epoch
         self._samples = self._place(batch) + len(batch.indices)
         if self._recorder.due(self.comm.now()):
             self._record()
-        if self.comm.rank == self.comm.view.workers[0]:
-            self._evaluate_when_due(batch)
+        ends = batch.first + batch.total >= self.config.samples
+        self._save_when_due(self._due(batch.epoch + ends))
 
     def _record(self) -> None:
         self._recorder.write(
@@ -185,32 +206,18 @@ class ServedWorker:
             dropped=self._dropped,
         )
 
-    # -- snapshots ----------------------------------------------------------------------------------------------
-    def _evaluate_when_due(self, batch: Batch) -> None:
+    # -- checkpoints --------------------------------------------------------------------------------------------
+    def _due(self, epochs: int) -> int:
+        """How many checkpoints belong to so many epochs, or to the steps taken so far; the last comes at the end."""
         every = self.config.settings.evaluate_every
-        place = batch.epoch if every is None else self.step // every
-        if self._told < 0:
-            self._told = place
-        elif place > self._told:
-            self._told = place
-            self._give_snapshot(final=False)
+        return min(epochs, self.config.epochs - 1) if every is None else self.step // every
 
-    def _give_snapshot(self, final: bool) -> None:
-        """Of the servers' parameters as they are; `vector` is left alone, a pull into it may be under way."""
-        parameters = torch.empty_like(self.vector)
-        self.params.get(parameters).wait()
-        own = buffers_of(self.model)
-        if own:
-            self.outlet.own_buffers(self.step, own)
-        snapshot = Snapshot(
-            step=self.step,
-            epoch=self._epoch,
-            cursor=0,
-            samples=self._samples,
-            time=self.comm.now(),
-            members=[self.comm.rank],
-            counts=[self.step] * len(self.layout.entries),
-            final=final,
-        )
-        rest = {f"rest/{n}": t for n, t in rest_of(self.model, self.layout).items()}
-        self.outlet.snapshot(snapshot, {dtype_name(parameters.dtype): parameters}, rest)
+    def _save_when_due(self, due: int) -> None:
+        first = self.comm.rank == self.comm.view.workers[0]
+        succeeded = first and not self._first and self._told > 0  # whoever was first may have died before it had saved
+        wanted = succeeded or (first and due > self._told >= 0)
+        if wanted and self._saving.busy:
+            return  # as soon as that is done
+        if wanted:
+            self._saving.begin()
+        self._told, self._first = max(self._told, due), first

@@ -5,20 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from torrential.checkpoint import Checkpoint
 from torrential.config import RunConfig
 from torrential.optim.recipe import adapt_model, adapt_optimizer
 from torrential.params.layout import Layout, plan
 from torrential.server.dealer import Dealer
-from torrential.server.optimizer import bounds
+from torrential.server.optimizer import Scalars, bounds, state_names
 from torrential.server.shard import Initial
 from torrential.strategies.base import Strategy
-from torrential.task import Task
+from torrential.task import OptimizerSpec, Task
 from torrential.trainer.randomness import seed_all
 
 
 class ServerPlan:
-    def __init__(self, task: Task, config: RunConfig, strategy: Strategy) -> None:
-        self._task, self._config, self._strategy = task, config, strategy
+    def __init__(self, task: Task, config: RunConfig, strategy: Strategy, checkpoint: Checkpoint | None = None) -> None:
+        self._task, self._config, self._strategy, self._checkpoint = task, config, strategy, checkpoint
         model = self._model()
         self.layout = plan(model, strategy.bucket_bytes)
         own = adapt_optimizer(config.recipe, task.optimizer.with_lr(config.lr), model)
@@ -30,12 +31,31 @@ class ServerPlan:
     def initial(self) -> Initial:
         """What those begin with that are there when the run does."""
         config = self._config
+        if self._checkpoint is not None:
+            return resumed(self._checkpoint, self.layout, self.spec)
         dealer = Dealer(config.samples, config.epochs, self._strategy.together)
         return Initial(_flat(self._model(), self.layout), dealer=dealer)
 
     def _model(self) -> nn.Module:
         seed_all(torch.device("cpu"), self._config.seed, 0)
         return adapt_model(self._config.recipe, self._task.model())
+
+
+def resumed(checkpoint: Checkpoint, layout: Layout, spec: OptimizerSpec) -> Initial:
+    ((dtype, numel),) = layout.sizes.items()
+    entries = {e.name: e for e in layout.entries}
+    parameters = torch.zeros(numel, dtype=dtype)
+    for name, entry in entries.items():
+        entry.view(parameters).copy_(checkpoint.model[name])
+    states = {key: torch.zeros(numel, dtype=dtype) for key in state_names(spec, dtype)}
+    scalars: Scalars = {}
+    for name, tensor in checkpoint.optimizer.items():
+        parameter, _, key = name.rpartition("/")
+        if key in states:
+            entries[parameter].view(states[key]).copy_(tensor)
+        else:
+            scalars.setdefault(entries[parameter].index, {})[key] = float(tensor)
+    return Initial(parameters, states, scalars, checkpoint.step, dealer=checkpoint.dealer)
 
 
 def _flat(model: nn.Module, layout: Layout) -> Tensor:

@@ -13,6 +13,7 @@ from torrential.checkpoint import Checkpoint
 from torrential.params.home import dtype_name
 from torrential.params.layout import Layout
 from torrential.records import Record
+from torrential.server.dealer import Dealer
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +25,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     members: list[int]
     counts: list[int]
     final: bool
+    dealer: Dealer | None = None  # of samples, where servers deal them
 
 
 class Outlet(Protocol):
@@ -90,6 +92,7 @@ def to_checkpoint(
         model=dict(model.state_dict()),
         optimizer=optimizer,
         workers={f"{rank}/{name}": t for rank, named in workers.items() for name, t in named.items()},
+        dealer=snapshot.dealer,
     )
 
 

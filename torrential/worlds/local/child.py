@@ -98,7 +98,7 @@ def _build(
     )
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
     if job.strategy.served:
-        return ServedWorker(job.task, config, job.strategy, comm, outlet, device), comm
+        return ServedWorker(job.task, config, job.strategy, comm, outlet, device, job.checkpoint, life > 0), comm
     meeting = device if backend == "nccl" else torch.device("cpu")
     checkpoint = job.checkpoint if life == 0 else None
     return Worker(job.task, config, job.strategy, comm, outlet, device, meeting, checkpoint), comm

@@ -189,13 +189,29 @@ class LocalComm(LocalMail):
             if isinstance(message, kind) and message.generation == generation:
                 return message
 
-    def leave(self) -> None:
-        self._link.send(m.Left(self.generation))
-        self._link.until(
-            lambda: self._link.dismissed or self._link.newest_generation > self.generation, "all to finish", 1e9
-        )
-        if not self._link.dismissed:
+    def suspect(self, address: int, seconds: float) -> None:
+        self._link.send(m.Suspect(address, seconds))
+
+    def leave(self, last: Callable[[], None] | None = None) -> None:
+        asked = self._link.box(m.Finish)
+        self._link.send(m.Left(self.generation, last is not None))
+        while True:
+            self._link.until(
+                lambda: (
+                    self._link.dismissed
+                    or self._link.newest_generation > self.generation
+                    or (last is not None and not asked.empty())
+                ),
+                "all to finish",
+                1e9,
+            )
+            if self._link.dismissed:
+                return
             self.check()
+            asked.get()
+            assert last is not None
+            last()
+            self._link.send(m.Left(self.generation))
 
     def close(self) -> None:
         super().close()

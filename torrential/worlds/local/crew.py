@@ -34,7 +34,9 @@ class Member:
     letters: str = ""  # where letters reach it
     connection: wire.Connection[Any] | None = None
     left: bool = False
+    last: bool = False  # whether it can give the last snapshot
     delayed: bool = False
+    heard: float = field(default_factory=time.monotonic)  # when it last said something
     said: m.Failed | None = None
     outbox: queue.SimpleQueue[tuple[Any, Sequence[Tensor]] | None] = field(default_factory=queue.SimpleQueue)
 

@@ -16,6 +16,7 @@ from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, Link
 
 if TYPE_CHECKING:
+    from torrential.server.role import Server
     from torrential.worlds.local.nursery import Spawn
 
 
@@ -53,6 +54,7 @@ class LocalMail:
             self._lives: dict[int, int] = {}
             post.memory = buffers if shares_memory else None
             link.route(self._changed, m.Roster)
+            link.route(lambda item: post.announce(item[0]), m.Ping)
 
     def _changed(self, item: tuple[m.Roster, list[Tensor]]) -> None:
         assert self._post is not None
@@ -99,8 +101,15 @@ class LocalMail:
         assert self._post is not None, "this strategy is not served"
         began = time.perf_counter()
         letter = self._post.receive(timeout)
+        while letter is not None and letter.source < 0 and isinstance(letter.message, m.Ping):
+            self._link.send(m.Pong(self.waits_for()))
+            letter = self._post.receive(timeout)
         self.meter.wait += time.perf_counter() - began
         return letter
+
+    def waits_for(self) -> list[tuple[int, float]]:
+        """Addresses without whom this role cannot go on; a worker complains by itself."""
+        return []
 
     def stop_requested(self) -> bool:
         return self._link.stop or self._link.dismissed
@@ -116,3 +125,7 @@ class ServerMail(LocalMail):
     def __init__(self, address: int, link: Link, buffers: Buffers, post: Post, shares_memory: bool) -> None:
         super().__init__(address, link, buffers, post, shares_memory)
         link.route(lambda _: post.stop(), m.Dismissed)
+        self.server: Server | None = None  # whose mail this is
+
+    def waits_for(self) -> list[tuple[int, float]]:
+        return [] if self.server is None else self.server.waits_for()

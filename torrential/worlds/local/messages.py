@@ -67,7 +67,8 @@ class SnapshotDone(_Message, frozen=True):
 
 
 class Suspect(_Message, frozen=True):
-    """Worker `rank` (-1: one of the others) has not answered for so long that it must be hung."""
+    """Worker `rank` (-1: one of the others) has not answered for so long that it must be hung. A server's address: it,
+    or somebody whom it waits for."""
 
     rank: int
     seconds: float
@@ -86,10 +87,17 @@ class Filled(_Message, frozen=True):
     version: int
 
 
+class Pong(_Message, frozen=True):
+    """This role is not hung."""
+
+    waits: list[tuple[int, float]] = []  # a server's: addresses without whom it cannot go on; seconds of their silence
+
+
 class Left(_Message, frozen=True):
     """This role's program is finished, as of that generation."""
 
     generation: int
+    last: bool = False  # whether it can give the last snapshot
 
 
 class Delayed(_Message, frozen=True):
@@ -165,6 +173,14 @@ class Noted(_Message, frozen=True):
     """The record that you sent is in the file."""
 
 
+class Ping(_Message, frozen=True):
+    """Answer with Pong, from where you work."""
+
+
+class Finish(_Message, frozen=True):
+    """Everybody is finished; give the last snapshot, and leave again."""
+
+
 class Dismissed(_Message, frozen=True):
     """Everybody is finished."""
 
@@ -181,6 +197,7 @@ FromChild = (
     | Suspect
     | Ready
     | Filled
+    | Pong
     | Left
     | Delayed
     | Failed
@@ -197,6 +214,8 @@ ToChild = (
     | Gone
     | Back
     | Noted
+    | Ping
+    | Finish
     | Dismissed
     | SnapshotTaken
     | OwnBuffers

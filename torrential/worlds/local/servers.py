@@ -3,7 +3,8 @@
     supervisor ── Roster(view, where everybody is) ──► workers, servers     at the start, at every death and join
 
 Nobody stops for it. The next table follows from the last one (server/ring.py): a dead server's ranges go to their
-replicas at once; a server that joins is given its share, and filled by those who have it.
+replicas at once; a server that joins is given its share, and filled by those who have it. When all workers have left,
+one of them is asked for the last snapshot: nobody is there any more who could be waited for.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from torrential.comm.protocol import SERVERS
 from torrential.config import RunConfig
-from torrential.errors import WorkerFailed
+from torrential.errors import RunFailed, WorkerFailed
 from torrential.server import ring
 from torrential.server.messages import Range, View
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.crew import Crew, Member
+from torrential.worlds.local.doubts import Doubts
 from torrential.worlds.local.mail import address_of, ending
 from torrential.worlds.local.registry import Registry
 
@@ -35,9 +37,14 @@ class Servers:
         registry: Registry,
         workers: Mapping[int, Member],  # those that are there, as the supervisor knows them
         event: Callable[[str, int | None, str], None],
+        remedy: str,
     ) -> None:
         self._config, self._crew, self._registry, self._workers, self._event = config, crew, registry, workers, event
+        self._remedy = remedy
         self._here: dict[int, Member] = {}
+        self._doubts = Doubts(config.settings.timeout, workers, self._here, event)
+        self.suspect, self.pong = self._doubts.suspect, self._doubts.pong
+        self._finisher: Member | None = None  # who was asked for the last snapshot
         self._starting: dict[int, Member] = {}
         self._failed_starts = 0
         self._lost_at: dict[int, float] = {}
@@ -54,15 +61,46 @@ class Servers:
         for number in range(self._config.servers):
             self._spawn(number, 0)
 
-    def begin(self, began: float) -> None:
+    def begin(self, began: float, step: int) -> None:
         """Everybody is there."""
         self._began = began
         servers = sorted(address_of(s.role, s.rank) for s in self._here.values())
         self._renew(ring.begin(servers, self._numel, self._replicas, self._bounds))
+        for worker in self._workers.values():
+            self.let_go(worker, step)
+
+    def let_go(self, worker: Member, step: int) -> None:
+        members = sorted(self._workers)
+        worker.send(m.Go(1, members, [], [], members[0], step, [], self._began, 0))
 
     def workers_changed(self) -> None:
         if self._view is not None:
             self._renew(self._view.table)
+
+    def look(self) -> None:
+        """Whether somebody is hung."""
+        busy = [w for w in self._workers.values() if not w.left or w is self._finisher]
+        some_wait = any(w.left for w in self._workers.values())
+        if self._doubts.look(busy, busy if some_wait else []):
+            raise RunFailed(f"all workers wait for servers, though none of them is hung; {self._remedy}")
+
+    # -- the end --------------------------------------------------------------------------------------------------
+    def left(self, worker: Member, message: m.Left) -> None:
+        worker.left, worker.last = True, message.last
+        if worker is self._finisher:
+            self._finisher = None
+            for other in self._workers.values():
+                other.last = False
+        else:
+            self.workers_changed()  # nobody is to wait for it
+
+    def last_word(self) -> bool:
+        """All workers have left: whether the last snapshot is given, too. If not, one of them is asked for it."""
+        able = sorted(rank for rank, worker in self._workers.items() if worker.last)
+        if able and (self._finisher is None or self._workers.get(self._finisher.rank) is not self._finisher):
+            self._finisher = self._workers[able[0]]
+            self._finisher.send(m.Finish())
+        return not able
 
     def dismiss(self) -> None:
         for server in self._here.values():
@@ -104,7 +142,10 @@ class Servers:
             return self._did_not_start(server, how)
         address = SERVERS + server.rank
         heirs = sorted({r.chain[1] - SERVERS for r in self._view.table if r.chain[0] == address and len(r.chain) > 1})
-        self._renew(ring.leave(self._view.table, address, self._replicas))
+        try:
+            self._renew(ring.leave(self._view.table, address, self._replicas))
+        except RunFailed as error:
+            raise RunFailed(f"{error}; {self._remedy}") from error
         inherited = "; it headed no range" if not heirs else f"; its ranges go to server {', '.join(map(str, heirs))}"
         self._event("server_lost", None, f"{server.name}{inherited}")
         self._replace(server)

@@ -77,7 +77,7 @@ class _Run:
         self._settings = job.config.settings
         self._workers: dict[int, Member] = {}  # said hello and not lost
         self._served = job.strategy.served
-        self._servers = Servers(job.config, crew, registry, self._workers, self._event)
+        self._servers = Servers(job.config, crew, registry, self._workers, self._event, self._remedy())
         self._starting: dict[int, Member] = {}
         self._generation = 0
         self._stopped: set[int] = set()
@@ -112,6 +112,7 @@ class _Run:
             m.Suspect: self._suspect,
             m.Ready: self._ready,
             m.Filled: self._servers.filled,
+            m.Pong: self._servers.pong,
             m.Delayed: self._delayed,
             m.Left: self._left,
             m.Failed: self._failed,
@@ -142,6 +143,7 @@ class _Run:
         elif report.message is None:
             self._gone(report.member)
         else:
+            report.member.heard = time.monotonic()
             if report.member.role == "observer":
                 self._heard = time.monotonic()
             self._handlers[type(report.message)](report.member, report.message, report.tensors)
@@ -178,6 +180,8 @@ class _Run:
             raise RunFailed(
                 f"{silent or 'the workers'} did not start within {START_SECONDS:.0f} s; look for errors above"
             )
+        if self._served:
+            self._servers.look()
         if self._complaints and now - min(self._complaints.values()) > GRACE_SECONDS:
             self._end_those_who_did_not_complain()
         if self._forming_since is not None and now - self._forming_since > self._settings.timeout:
@@ -202,8 +206,6 @@ class _Run:
         return 0.0 if self._began is None else time.monotonic() - self._began
 
     def _remedy(self) -> str:
-        if self._served:
-            return f"what was saved is in {self._job.directory}"
         return f"go on with: torrential train --resume {self._job.directory}"
 
     # -- records ------------------------------------------------------------------------------------------------
@@ -260,9 +262,9 @@ class _Run:
             return
         self._generation = 1
         self._began = time.monotonic() - self._job.elapsed
-        self._servers.begin(self._began)
-        for worker in self._workers.values():
-            self._let_go(worker)
+        self._servers.begin(self._began, self._step)
+        for worker in self._workers:
+            self._listener.worker_state(worker, "training")
 
     def _go_on_with_servers(self, newcomer: Member | None) -> None:
         """Workers have come or gone."""
@@ -270,14 +272,9 @@ class _Run:
             return self._begin_with_servers()
         self._servers.workers_changed()
         if newcomer is not None:
-            self._let_go(newcomer)
+            self._servers.let_go(newcomer, self._step)
+            self._listener.worker_state(newcomer.rank, "training")
         self._dismiss_if_all_left()
-
-    def _let_go(self, worker: Member) -> None:
-        assert self._began is not None
-        members = sorted(self._workers)
-        worker.send(m.Go(1, members, [], [], members[0], self._step, [], self._began, 0))
-        self._listener.worker_state(worker.rank, "training")
 
     def _delayed(self, member: Member, message: m.Delayed, _: list[Tensor]) -> None:
         member.delayed = message.waiting
@@ -404,6 +401,8 @@ class _Run:
                 fallen(member, f"({_ending(status)})")
 
     def _suspect(self, member: Member, message: m.Suspect, _: list[Tensor]) -> None:
+        if self._served:
+            return self._servers.suspect(member, message)
         if message.rank < 0:
             self._complaints.setdefault(member.rank, time.monotonic())
             return
@@ -454,11 +453,13 @@ class _Run:
         member.left = True
         self._listener.worker_state(member.rank, "finished")
         if self._served:
-            self._servers.workers_changed()  # nobody is to wait for it
+            self._servers.left(member, message)
         self._dismiss_if_all_left()
 
     def _dismiss_if_all_left(self) -> None:
         if self._workers and all(w.left for w in self._workers.values()) and self._forming_since is None:
+            if self._served and not self._servers.last_word():
+                return
             self._dismissed = True
             self._servers.dismiss()
             for worker in self._workers.values():
@@ -474,8 +475,9 @@ class _Run:
         if said.user_fault:
             kind, _, text = said.error.partition(": ")
             who = f"{member.name}{at}: " if kind == "WaitedTooLong" else ""  # other messages name whom they concern
+            good = self._remedy() if member.role == "server" else self._last_good()
             error = Diverged if kind == NonFiniteLoss.__name__ else RunFailed
-            raise error(f"{who}{text}; {self._last_good()}")
+            raise error(f"{who}{text}; {good}")
         raise WorkerFailed(f"{member.name} failed{at}: {said.error}\n{said.trace}{self._last_good()}")
 
     def _last_good(self) -> str:

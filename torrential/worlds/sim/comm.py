@@ -9,12 +9,12 @@ from typing import TypeVar
 from torch import Tensor
 
 from torrential.comm.outbox import Outgoing
-from torrential.comm.protocol import Handle, Part, Standing
+from torrential.comm.protocol import SERVERS, Handle, Part, Standing
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.schedules.base import Costs
 from torrential.config import RunConfig
-from torrential.errors import Regrouped
+from torrential.errors import Regrouped, WaitedTooLong
 from torrential.worlds.sim.group import Group
 from torrential.worlds.sim.mail import HEADER, Hub, SimMail
 
@@ -142,8 +142,12 @@ class SimComm(SimMail):
         self._carrier.regroup(self.generation, self.members)
         return standing
 
-    def leave(self) -> None:
-        self._group.leave(self)
+    def suspect(self, address: int, seconds: float) -> None:
+        """Nobody hangs here, and who is dead is known: the two are cut off, or all wait for one another."""
+        raise WaitedTooLong(f"server {address - SERVERS}", seconds, "its answer")
+
+    def leave(self, last: Callable[[], None] | None = None) -> None:
+        self._group.leave(self, last)
 
 
 @lru_cache(maxsize=4096)

@@ -32,6 +32,8 @@ class Group:
         self._standing: dict[int, int] = {}
         self._met = 0  # the last generation that was agreed on
         self._steps = -1  # that the furthest had taken then
+        self._able: set[int] = set()  # to do the last thing
+        self._asked: int | None = None
         self.dismissed = False
 
     def join(self, *comms: SimComm) -> None:
@@ -96,17 +98,26 @@ class Group:
         return Standing(self.generation, members, source, furthest, behind)
 
     # -- the end --------------------------------------------------------------------------------------------------
-    def leave(self, comm: SimComm) -> None:
+    def leave(self, comm: SimComm, last: Callable[[], None] | None = None) -> None:
         self.left.add(comm.rank)
+        if last is not None:
+            self._able.add(comm.rank)
         if self._served:
             self.changed()
         self._dismiss_if_all_left()
         generation = self.generation
-        comm.until(lambda: self.dismissed or self.generation > generation)
+        comm.until(lambda: self.dismissed or self.generation > generation or self._asked == comm.rank)
+        if self._asked == comm.rank and last is not None:
+            last()
+            self._able.clear()
+            self._dismiss_if_all_left()
+            comm.until(lambda: self.dismissed)
         if not self.dismissed:
             comm.check()
 
     def _dismiss_if_all_left(self) -> None:
+        """But first one of them does the last thing that is to be done."""
         if self.left >= set(self.here):
-            self.dismissed = True
+            self._asked = min(self._able & self.left, default=None)
+            self.dismissed = self._asked is None
             self._wake()

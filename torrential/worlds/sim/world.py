@@ -68,7 +68,7 @@ class _Run:
         self._ticked = time.monotonic()
         self._views: Views | None = None
         if self._served:
-            self._plan = ServerPlan(job.task, config, job.strategy)
+            self._plan = ServerPlan(job.task, config, job.strategy, job.checkpoint)
             self._views = Views(self._hub, self._group, config, self._plan.numel, self._plan.bounds, self._event)
 
     def simulate(self) -> None:
@@ -114,7 +114,9 @@ class _Run:
 
         def program() -> None:
             if self._served:
-                served = ServedWorker(self._job.task, config, strategy, comm, outlet, self._device)
+                served = ServedWorker(
+                    self._job.task, config, strategy, comm, outlet, self._device, self._job.checkpoint, life > 0
+                )
                 strategy.worker(served)  # type: ignore[arg-type]
             else:
                 first = self._job.checkpoint if life == 0 else None

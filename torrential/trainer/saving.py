@@ -1,0 +1,102 @@
+"""Checkpoints of a run with servers: when the first worker asks for one, and what it makes of the answer.
+
+It asks when an epoch is over (or so many steps), goes on, and hands the copies that come (server/copies.py) to the
+observer: parameters, the servers' optimizer state, the dealer of samples, and its own module buffers as they were when
+it asked. The last one is asked for when all workers are finished, by whichever of them the world names.
+
+What a resumed run goes on from is what a run could have come to: every push is on all ranges or on none, and the
+samples of updates that are not in it are dealt again, each once. With one worker, and with `bsp` and `ssp` without
+staleness for any number of them, it is what this run had come to: the resumed one takes the same steps as one that was
+not interrupted. Otherwise workers come in another order, as they would in any other run. Not kept: what a replica of
+`downpour` had moved on by itself since its last fetch, and module buffers of other workers than the one that asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torrential.comm.protocol import Comm
+from torrential.params.home import dtype_name
+from torrential.params.layout import Layout
+from torrential.server.client import Client, Pending
+from torrential.server.copies import Saved, joined
+from torrential.trainer.snapshot import Outlet, Snapshot, buffers_of, rest_of
+
+
+class Saving:
+    def __init__(
+        self, comm: Comm, client: Client, outlet: Outlet, model: nn.Module, layout: Layout, states: Sequence[str]
+    ) -> None:
+        self._comm, self._client, self._outlet, self._model, self._layout = comm, client, outlet, model, layout
+        self._states = states  # names of the optimizer's vectors
+        self._pending: Pending | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._pending is not None
+
+    def begin(self) -> None:
+        assert self._pending is None
+        self._vectors = [torch.empty(self._client.numel, dtype=self._client.dtype) for _ in ("", *self._states)]
+        self._rest = {name: t.clone() for name, t in rest_of(self._model, self._layout).items()}
+        self._asked = self._comm.now()
+        self._pending = self._client.save(self._vectors)
+
+    def look(self) -> None:
+        """If the copies are here, hand them over; if one is lost, ask again."""
+        if self._pending is not None and self._pending.done() and not self._hand_over(self._pending, final=False):
+            self.begin()
+
+    def give_up(self) -> None:
+        if self._pending is not None:
+            self._client.forget(self._pending)
+            self._pending = None
+
+    def last(self) -> None:
+        """All workers are finished."""
+        self.begin()
+        while self._pending is not None and not self._hand_over(self._pending, final=True):
+            self.begin()
+
+    def _hand_over(self, pending: Pending, final: bool) -> bool:
+        whole = joined(pending.wait().rests, self._client.numel)
+        self._pending = None
+        if whole is None:
+            return False
+        names = [dtype_name(self._client.dtype), *(f"{dtype_name(self._client.dtype)}/{s}" for s in self._states)]
+        flat = dict(zip(names, self._vectors, strict=True))
+        snapshot = self._snapshot(whole, final)
+        own = {name: self._rest[name] for name in buffers_of(self._model)}
+        if own:
+            self._outlet.own_buffers(snapshot.step, own)
+        rest = {f"rest/{name}": tensor for name, tensor in self._rest.items()}
+        self._outlet.snapshot(snapshot, flat, self._numbers(whole) | rest)
+        self._vectors, self._rest = [], {}
+        return True
+
+    def _snapshot(self, whole: Saved, final: bool) -> Snapshot:
+        dealer = whole.dealer
+        assert dealer is not None
+        steps = [whole.scalars.get(e.index, {}).get("step", whole.version) for e in self._layout.entries]
+        return Snapshot(
+            step=whole.version,
+            epoch=dealer.epoch,
+            cursor=dealer.cursor,
+            samples=sum(dealer.used.values()),
+            time=self._asked,
+            members=[self._comm.rank],
+            counts=[int(step) for step in steps],
+            final=final,
+            dealer=dealer,
+        )
+
+    def _numbers(self, whole: Saved) -> dict[str, Tensor]:
+        """What the optimizer keeps one number of for each parameter."""
+        return {
+            f"extra/{entry.name}/{name}": torch.tensor(value, dtype=torch.float32 if name == "step" else torch.float64)
+            for entry in self._layout.entries
+            for name, value in whole.scalars.get(entry.index, {}).items()
+        }
