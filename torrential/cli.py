@@ -60,6 +60,7 @@ def train(
     cluster: Annotated[
         str | None, typer.Option(help="What is simulated: a TOML file, or laptop, spot64, goyal256.")
     ] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Write trace.json of a simulation, for Perfetto.")] = False,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -104,7 +105,7 @@ def train(
                 task=loaded,
                 source=task,
                 strategy=strategy or "allreduce",
-                options=_options(set_ or []),
+                options=_options(set_ or []) | ({"trace": True} if trace else {}),
                 workers=1 if workers is None else workers,
                 servers=servers,
                 epochs=epochs,

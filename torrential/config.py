@@ -37,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Steps between two snapshots (evaluation and checkpoint); by default one per epoch."""
     gradients: Literal["on", "off"] = "on"
     """Off: every message and clock of a simulation, and none of the arithmetic; nothing is learnt then."""
+    trace: bool = False
+    """Whether a simulation writes trace.json, which Perfetto shows: what every role and NIC did when."""
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):

@@ -139,8 +139,9 @@ def _cluster(asked: Request, settings: Settings, servers: int) -> dict[str, Any]
     if asked.world != "sim":
         if asked.cluster is not None:
             raise BadInput("--cluster is what is simulated; add --world sim, or leave it out")
-        if settings.gradients == "off":
-            raise BadInput("gradients=off needs a simulation; add --world sim")
+        for option, given in (("gradients=off", settings.gradients == "off"), ("trace", settings.trace)):
+            if given:
+                raise BadInput(f"{option} needs a simulation; add --world sim")
         return None
     if settings.algorithm not in ("auto", *ALGORITHMS):
         raise BadInput(

@@ -248,7 +248,7 @@ class RangeOptimizer:
                     self._states[i][name] = value
 
     def _run(self, optimizer: torch.optim.Optimizer | None, parameters: Sequence[Tensor], lr: float) -> None:
-        if optimizer is None:
+        if optimizer is None or self._store.parameters.is_meta:
             return
         for group in optimizer.param_groups:
             group["lr"] = lr

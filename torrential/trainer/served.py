@@ -58,14 +58,15 @@ class ServedWorker:
         self.vector = comm.buffer("vector", numel, dtype)
         self.gradient = comm.buffer("gradient", numel, dtype)
         self._parameters = gradients(self.model, self.layout)
-        self._apart = device.type != "cpu"  # the model's parameters are copies of the vector, not views
+        self._dry = device.type == "meta"  # nothing is computed there
+        self._apart = device.type not in ("cpu", "meta")  # the model's parameters are copies of the vector, not views
         if not self._apart:
             for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
                 entry.view(self.vector).copy_(parameter.data)
                 parameter.data = entry.view(self.vector)
         spec = strategy.optimizer(adapt_optimizer(config.recipe, task.optimizer.with_lr(config.lr), self.model))
         self._states = state_names(spec, dtype)
-        self._batches = Batches(task.train, device)
+        self._batches = Batches(task.train, torch.device("cpu") if self._dry else device)
         self._schedule = schedule_of(config, strategy.joined(config.workers, config.batch_size))
         self._brake = Brake(config, comm)
         self._recorder = Recorder(comm, outlet)
@@ -117,7 +118,7 @@ class ServedWorker:
         self._saving.give_up()  # the last one follows
         self.params.wait()
         self._record()  # the counts are complete now
-        self.comm.leave(self._saving.last)
+        self.comm.leave(None if self._dry else self._saving.last)
 
     # -- a batch ------------------------------------------------------------------------------------------------
     def backward(self, batch: Batch, weight: float, after: Pending | None = None) -> float:
@@ -138,6 +139,8 @@ class ServedWorker:
         return loss
 
     def _work(self, batch: Batch, weight: float) -> float:
+        if self._dry:
+            return 0.0
         seed_all(self.device, self.config.seed, 1, batch.epoch, batch.first)
         inputs, targets = self._batches.fetch(batch.indices)
         outcome = self.task.loss(self.model(inputs), targets)
@@ -151,6 +154,8 @@ class ServedWorker:
 
     def _collect(self) -> None:
         """Gradients from where autograd left them into the flat vector; clipped here, before they are sent."""
+        if self._dry:
+            return
         self.used = []
         for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
             grad = flat_gradient(parameter)
@@ -193,7 +198,8 @@ class ServedWorker:
         if self._recorder.due(self.comm.now()):
             self._record()
         ends = batch.first + batch.total >= self.config.samples
-        self._save_when_due(self._due(batch.epoch + ends))
+        if not self._dry:
+            self._save_when_due(self._due(batch.epoch + ends))
 
     def _record(self) -> None:
         self._recorder.write(

@@ -51,7 +51,7 @@ class Worker:
     ) -> None:
         self.task, self.config, self.comm, self.outlet, self.device = task, config, comm, outlet, device
         seed_all(device, config.seed, 0)
-        self._recipe = config.recipe
+        self._recipe, self._dry = config.recipe, device.type == "meta"  # nothing is computed there
         self.model = adapt_model(self._recipe, task.model()).to(device).train()
         self.layout = plan(self.model, strategy.bucket_bytes)
         self._parameters = gradients(self.model, self.layout)
@@ -66,7 +66,7 @@ class Worker:
             self.home = SharedParameters(comm, self.model, self.layout, spec)
         else:
             self.home = ReplicatedParameters(comm, self.model, self.layout, spec, device, meeting)
-        self._batches = Batches(task.train, device)
+        self._batches = Batches(task.train, torch.device("cpu") if self._dry else device)
         self._deal = Deal(len(self._batches), config.seed)
         self._schedule = schedule_of(config, strategy.joined(config.workers, config.batch_size))
         self._resize = None if self._recipe.resize is None else Resize.parse(self._recipe.resize)
@@ -121,14 +121,17 @@ class Worker:
         if self.comm.rank == standing.source:
             place = [self.step, self._deal.epoch, self._deal.cursor, self.samples]
             state = {"place": torch.tensor(place), "counts": torch.tensor(self.home.counts)}
-            state |= {f"rest/{n}": t.cpu().contiguous() for n, t in rest_of(self.model, self.layout).items()}
-            if self.home.private:
+            if not self._dry:
+                state |= {f"rest/{n}": t.cpu().contiguous() for n, t in rest_of(self.model, self.layout).items()}
+            if self.home.private and not self._dry:
                 state |= {f"flat/{n}": t for n, t in self.home.flat().items()}
                 state |= {f"extra/{n}": t for n, t in self.home.extras().items()}
         blob = torch.frombuffer(bytearray(pack(state)), dtype=torch.uint8)
         sizes = self.comm.all_gather(torch.tensor([blob.numel()])).wait()
         size = int(sizes[standing.members.index(standing.source), 0])
         shelf = self.comm.buffer(f"catch-up/{size}", size, torch.uint8)
+        if self._dry:
+            shelf = torch.empty(size, dtype=torch.uint8)
         if self.comm.rank == standing.source:
             shelf.copy_(blob)
         self.comm.broadcast(shelf, standing.source).wait()
@@ -141,6 +144,8 @@ class Worker:
             def named(kind: str) -> dict[str, Tensor]:
                 return {n.removeprefix(kind): t for n, t in state.items() if n.startswith(kind)}
 
+            if self._dry:
+                return
             if self._applied < 0:  # a newcomer; others have statistics of their own
                 load_rest(self.model, named("rest/"))
             if self.home.private:
@@ -185,9 +190,14 @@ class Worker:
         self._watch.begin(announce)
         if len(self.comm.members) > 1:
             self._buffers_before = [b.clone() for b in buffers_of(self.model).values()]
-        total = self.comm.compute(len(share.indices), lambda: self._work(share))
+        work = self._no_work if self._dry else self._work
+        total = self.comm.compute(len(share.indices), lambda: work(share))
         self._brake.hold(began)
         return total
+
+    def _no_work(self, share: Share) -> float:
+        self._watch.end()
+        return 0.0
 
     def _work(self, share: Share) -> float:
         total = 0.0
@@ -241,7 +251,7 @@ class Worker:
     def settle(self) -> None:
         self.comm.check()
         self.home.settle()
-        if self._told < self.step and self._due():
+        if self._told < self.step and self._due() and not self._dry:
             self._told = self.step
             own = buffers_of(self.model)
             if own:

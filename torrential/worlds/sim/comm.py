@@ -16,7 +16,7 @@ from torrential.comm.schedules.base import Costs
 from torrential.config import RunConfig
 from torrential.errors import Regrouped, WaitedTooLong
 from torrential.worlds.sim.group import Group
-from torrential.worlds.sim.mail import HEADER, Hub, SimMail
+from torrential.worlds.sim.mail import HEADER, Hub, SimMail, copies
 
 PAUSE_SECONDS = 1.0  # of virtual time, between looks at the clock
 MEMORY = 1e-10  # seconds per byte added up, where nothing else is known
@@ -44,7 +44,7 @@ class SimMessenger:
         if receiver is not None:
             assert isinstance(receiver, SimComm)
             nbytes = HEADER + sum(t.nbytes for t in tensors)
-            came = (self.rank, self.generation, tag), [t.clone() for t in tensors]
+            came = (self.rank, self.generation, tag), copies(tensors)
             hub.network.send(comm.address, comm.host, to, receiver.host, nbytes, receiver.messenger.deliver, *came)
         outgoing = Outgoing()
         outgoing.mark()
@@ -67,7 +67,9 @@ class SimMessenger:
     def pause(self, seconds: float) -> None:
         """Until there is news; nothing has to be looked for in the meantime."""
         if not self._news:
+            began = self._comm.now()
             self._comm.role.wait(PAUSE_SECONDS)
+            self._comm.span("wait", began)
         self._news = False
 
     def tell(self) -> None:
@@ -100,6 +102,7 @@ class SimComm(SimMail):
             self.sleep(max(0.0, began + share * seconds - self.now()))
             then()
         self.sleep(max(0.0, began + seconds - self.now()))
+        self.span("compute", began)
         return result
 
     def reached(self, share: float, then: Callable[[], None]) -> None:

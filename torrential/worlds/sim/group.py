@@ -27,7 +27,7 @@ class Group:
         self.left: set[int] = set()
         self.generation = 0
         self.regrouped: Callable[[tuple[int, ...]], None] = lambda members: None
-        self.changed: Callable[[], None] = lambda: None  # for servers: workers have come or gone
+        self.changed: Callable[[bool], None] = lambda joined: None  # for servers: workers have come or gone
         self._stopped: dict[int, int] = {}
         self._standing: dict[int, int] = {}
         self._met = 0  # the last generation that was agreed on
@@ -39,19 +39,19 @@ class Group:
     def join(self, *comms: SimComm) -> None:
         for comm in comms:
             self.here[comm.rank] = comm
-        self._change()
+        self._change(joined=True)
 
     def lose(self, rank: int) -> None:
         del self.here[rank]
         self.left.discard(rank)
         if not self.here:
             raise RunFailed("all workers are gone; there is nobody to go on")
-        self._change()
+        self._change(joined=False)
         self._dismiss_if_all_left()
 
-    def _change(self) -> None:
+    def _change(self, joined: bool) -> None:
         if self._served:
-            return self.changed()
+            return self.changed(joined)
         self.generation += 1
         self._stopped, self._standing = {}, {}
         self.left.clear()
@@ -103,7 +103,7 @@ class Group:
         if last is not None:
             self._able.add(comm.rank)
         if self._served:
-            self.changed()
+            self.changed(False)
         self._dismiss_if_all_left()
         generation = self.generation
         comm.until(lambda: self.dismissed or self.generation > generation or self._asked == comm.rank)

@@ -86,12 +86,18 @@ class Kernel:
     def give_way(self) -> None:
         self._hub.switch()
 
+    def at_hub(self) -> bool:
+        return getcurrent() is self._hub
+
 
 class Role:
     def __init__(self, kernel: Kernel, name: str, program: Callable[[], None], uses_torch: bool) -> None:
         self.kernel, self.name, self.over, self._uses_torch = kernel, name, False, uses_torch
         self.turn = 0  # which of its waits this is: whatever would end an earlier one comes too late
         self._listening = False
+        self._deadline: float | None = None
+        self._alarm: Event | None = None
+        self._rings_at = 0.0
         self._greenlet = greenlet(lambda: self._play(program))
 
     def _play(self, program: Callable[[], None]) -> None:
@@ -110,19 +116,39 @@ class Role:
 
     def wait(self, seconds: float | None = None) -> None:
         """Until `wake`, but no longer than this."""
-        timer = None if seconds is None else self.kernel.after(seconds, self.go_on, self.turn)
+        self._deadline = None if seconds is None else self.kernel.now + seconds
+        if self._deadline is not None and (self._alarm is None or self._rings_at > self._deadline):
+            self._set_alarm()
         self._listening = True
         self._give_way()
-        if timer is not None:
-            self.kernel.cancel(timer)
 
     def wake(self) -> None:
+        """Called by an event, it goes on within this event; called by another role, as the next one."""
         if self._listening:
             self._listening = False
-            self.kernel.after(0.0, self.go_on, self.turn)
+            if self.kernel.at_hub():
+                self._greenlet.switch()
+            else:
+                self.kernel.after(0.0, self.go_on, self.turn)
+
+    def _set_alarm(self) -> None:
+        """One for many waits: it is set anew when it rings too early, for most waits end long before."""
+        assert self._deadline is not None
+        if self._alarm is not None:
+            self.kernel.cancel(self._alarm)
+        self._rings_at = self._deadline
+        self._alarm = self.kernel.after(self._deadline - self.kernel.now, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        if self._listening and self._deadline is not None and not self.over:
+            if self._rings_at < self._deadline:
+                self._set_alarm()
+            else:
+                self._greenlet.switch()
 
     def kill(self) -> None:
-        self.over = True
+        self.over, self._listening = True, False
         if self._greenlet is getcurrent():
             raise GreenletExit
         if self._greenlet and not self._greenlet.dead:

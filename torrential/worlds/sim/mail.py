@@ -16,19 +16,29 @@ from torrential.server.messages import View
 from torrential.worlds.sim.cluster import Cluster
 from torrential.worlds.sim.kernel import Kernel, Role
 from torrential.worlds.sim.network import Network
+from torrential.worlds.sim.trace import Trace
 
 HEADER = 120  # bytes of a message besides its tensors
+TICK = 1e-9  # seconds; a wait is never so short that the clock does not move
 RESEND_SECONDS = 1.0  # of virtual silence, where letters are lost
 
 T = TypeVar("T")
 
 
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As they are now; what has no contents need not be copied."""
+    return [t if t.is_meta else t.clone() for t in tensors]
+
+
 class Hub:
     """What all roles of one simulation have in common."""
 
-    def __init__(self, kernel: Kernel, cluster: Cluster, seed: int) -> None:
-        self.kernel, self.cluster, self.seed = kernel, cluster, seed
-        self.network = Network(kernel, cluster.network)
+    def __init__(
+        self, kernel: Kernel, cluster: Cluster, seed: int, trace: Trace | None = None, memory: str = "cpu"
+    ) -> None:
+        """`memory`: the device of registered buffers; on "meta" they have a size and no contents."""
+        self.kernel, self.cluster, self.seed, self.trace, self.memory = kernel, cluster, seed, trace, memory
+        self.network = Network(kernel, cluster.network, trace)
         self.mails: dict[int, SimMail] = {}  # by address; the living
         self.stop = False
         self._chance = Random(f"letters {seed}")
@@ -84,6 +94,11 @@ class SimMail:
     def sleep(self, seconds: float) -> None:
         self.role.sleep(seconds)
 
+    def span(self, what: str, began: float) -> None:
+        """For the trace: what this role did until now."""
+        if self.hub.trace is not None:
+            self.hub.trace.span(self.host, self.address, what, began, self.now())
+
     def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self.role.wait()
@@ -93,14 +108,14 @@ class SimMail:
     ) -> Tensor:
         assert not common and rank in (None, self.address), "memory is not shared here"
         if name not in self._buffers:
-            self._buffers[name] = torch.zeros(numel, dtype=dtype)
+            self._buffers[name] = torch.zeros(numel, dtype=dtype, device=self.hub.memory)
         return self._buffers[name]
 
     # -- letters --------------------------------------------------------------------------------------------------
     def post(self, to: int, message: Any, tensors: Sequence[Tensor] = ()) -> Handle:
         nbytes = sum(t.nbytes for t in tensors)
         self.meter.bytes_sent += nbytes
-        self.hub.send(self, to, Letter(self.address, message, [t.clone() for t in tensors]), HEADER + nbytes)
+        self.hub.send(self, to, Letter(self.address, message, copies(tensors)), HEADER + nbytes)
         return Finished()
 
     def land(self, where: Callable[[Any], Sequence[Tensor] | None]) -> None:
@@ -113,18 +128,19 @@ class SimMail:
         self.role.wake()
 
     def receive(self, timeout: float | None = None) -> Letter | None:
+        waited = 0.0
         if not self._inbox and timeout != 0.0:
             began = self.now()
-            self.role.wait(timeout)
-            self.meter.wait += self.now() - began
-        if not self._inbox:
-            return None
-        letter = self._inbox.popleft()
-        nbytes = sum(t.nbytes for t in letter.tensors)
-        if nbytes:
-            seconds = nbytes * self.hub.cluster.network.handling
-            self.meter.communicate += seconds
-            self.role.sleep(seconds)
+            self.role.wait(timeout and max(timeout, TICK))
+            waited = self.now() - began
+            if self.address < SERVERS:
+                self.span("wait", began)
+        letter = self._inbox.popleft() if self._inbox else None
+        if waited:
+            nbytes = 0 if letter is None else sum(t.nbytes for t in letter.tensors)
+            handling = min(waited, nbytes * self.hub.cluster.network.handling)
+            self.meter.communicate += handling
+            self.meter.wait += waited - handling
         return letter
 
     def stop_requested(self) -> bool:

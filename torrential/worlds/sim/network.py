@@ -3,7 +3,7 @@
     sender's NIC     |== a ==|== b ==|                one message after the other
     latency                  ·········
     receiver's NIC            |== a ==|== c ==|        first come, first served, whoever sent it
-                                      ^ a is delivered
+    receiver                          |= a =|= c =|    applies or copies it, and has it then
 
 So what many send to one queues there. Small messages do not queue: on a real line they pass between the packets of
 large ones. Messages of one role to another never overtake each other.
@@ -15,10 +15,13 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+from torrential.comm.protocol import SERVERS
 from torrential.worlds.sim.cluster import Network as Costs
 from torrential.worlds.sim.kernel import Kernel
+from torrential.worlds.sim.trace import IN, OUT, Trace
 
 SMALL = 16_384  # bytes
+TINY = 1_024  # nothing to deal with
 
 
 class Line:
@@ -40,11 +43,13 @@ class Line:
 
 
 class Network:
-    def __init__(self, kernel: Kernel, costs: Costs) -> None:
-        self._kernel, self._costs = kernel, costs
+    def __init__(self, kernel: Kernel, costs: Costs, trace: Trace | None = None) -> None:
+        self._kernel, self._costs, self._trace = kernel, costs, trace
         self._out: dict[int, Line] = {}  # by host
         self._in: dict[int, Line] = {}
         self._inside: dict[int, Line] = {}  # by the address of the sender
+        self._handled: dict[int, float] = {}  # by address: when the last that came will have been dealt with
+        self._coming: dict[tuple[int, int], tuple[int, float]] = {}  # by pair: how many are on the way, and till when
         self._last: dict[tuple[int, int], float] = {}  # by pair of addresses: when the last message was delivered
         self._held: dict[frozenset[int], float] = {}  # sides of partitions: until when
         self._slow: dict[frozenset[int], float] = {}  # sides of slow links: what they add
@@ -60,31 +65,63 @@ class Network:
         now, costs = self._kernel.now, self._costs
         if from_host == to_host:
             line = self._inside.get(source) or self._inside.setdefault(source, Line(costs.inside_bandwidth))
-            start = line.take(now, nbytes)
-            self._deliver(source, to, start + costs.inside_latency + nbytes / line.bandwidth, deliver, args)
+            start = line.take(now, nbytes) + costs.inside_latency
+            self._deliver(source, to, to_host, start + nbytes / line.bandwidth, nbytes, deliver, args)
             return
         line = self._out.get(from_host) or self._out.setdefault(from_host, Line(costs.bandwidth))
-        start = line.take(now, nbytes) + costs.latency
+        start = line.take(now, nbytes)
+        if self._trace is not None:
+            self._trace.span(from_host, OUT, f"to {to_host}", start, start + nbytes / line.bandwidth)
+        start += costs.latency
         if self._held or self._slow:
             start = self._across(from_host, to_host, start)
             if start == inf:
                 return
-        if nbytes <= SMALL:
-            self._deliver(source, to, start + nbytes / line.bandwidth, deliver, args)
-        else:
-            self._kernel.after(start - now, self._arrive, source, to, to_host, nbytes, deliver, args)
+        pair = source, to
+        if nbytes <= SMALL and pair not in self._coming:
+            self._deliver(source, to, to_host, start + nbytes / line.bandwidth, nbytes, deliver, args)
+            return
+        count, last = self._coming.get(pair, (0, 0.0))
+        start = max(start, last)
+        self._coming[pair] = count + 1, start
+        self._kernel.after(start - now, self._arrive, source, to, to_host, nbytes, deliver, args)
 
     def _arrive(
         self, source: int, to: int, to_host: int, nbytes: int, deliver: Callable[..., None], args: tuple[Any, ...]
     ) -> None:
         """The first byte has come."""
+        pair = source, to
+        count, last = self._coming[pair]
+        if count > 1:
+            self._coming[pair] = count - 1, last
+        else:
+            del self._coming[pair]
         line = self._in.get(to_host) or self._in.setdefault(to_host, Line(self._costs.bandwidth))
         start = line.take(self._kernel.now, nbytes)
-        self._deliver(source, to, start + nbytes / line.bandwidth, deliver, args)
+        if self._trace is not None:
+            self._trace.span(to_host, IN, "arrives", start, start + nbytes / line.bandwidth)
+        self._deliver(source, to, to_host, start + nbytes / line.bandwidth, nbytes, deliver, args)
 
-    def _deliver(self, source: int, to: int, when: float, deliver: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def _deliver(
+        self,
+        source: int,
+        to: int,
+        to_host: int,
+        when: float,
+        nbytes: int,
+        deliver: Callable[..., None],
+        args: tuple[Any, ...],
+    ) -> None:
+        """All of it is there at `when`."""
         pair = source, to
-        when = max(when, self._last.get(pair, 0.0))
+        last = self._last.get(pair, 0.0)
+        if last > when:
+            when = last
+        if nbytes > TINY and self._costs.handling:
+            start = max(when, self._handled.get(to, 0.0))
+            when = self._handled[to] = start + nbytes * self._costs.handling
+            if self._trace is not None and to >= SERVERS:
+                self._trace.span(to_host, to, f"from {source}", start, when)
         self._last[pair] = when
         self._kernel.after(when - self._kernel.now, deliver, *args)
 

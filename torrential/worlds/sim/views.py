@@ -11,6 +11,8 @@ from torrential.server.messages import Range, View
 from torrential.worlds.sim.group import Group
 from torrential.worlds.sim.mail import Hub
 
+GATHERED_SECONDS = 1e-3
+
 
 class Views:
     def __init__(
@@ -24,12 +26,22 @@ class Views:
     ) -> None:
         self._hub, self._group, self._config, self._bounds, self._event = hub, group, config, bounds, event
         self._here = set(range(config.servers))
+        self._due = False  # whether workers have changed since the last view
         group.changed = self.workers_changed
         servers = [SERVERS + number for number in range(config.servers)]
         self.view = View(1, tuple(range(config.workers)), ring.begin(servers, numel, self._replicas, bounds))
 
-    def workers_changed(self) -> None:
-        self._renew(self.view.table)
+    def workers_changed(self, joined: bool) -> None:
+        """That some have left is said once for those who leave at about the same time: nobody waits for this word."""
+        if joined:
+            self._renew(self.view.table)
+        elif not self._due:
+            self._due = True
+            self._hub.kernel.after(GATHERED_SECONDS, self._say)
+
+    def _say(self) -> None:
+        if self._due:
+            self._renew(self.view.table)
 
     def lose(self, number: int) -> None:
         self._here.discard(number)
@@ -54,6 +66,7 @@ class Views:
         return min(1 if asked is None else asked, len(self._here) - 1)
 
     def _renew(self, table: tuple[Range, ...]) -> None:
+        self._due = False
         workers = tuple(sorted(set(self._group.here) - self._group.left))
         self.view = View(self.view.version + 1, workers, table)
         self._hub.announce(self.view)

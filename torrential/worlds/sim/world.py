@@ -24,6 +24,7 @@ from torrential.worlds.sim.group import Group
 from torrential.worlds.sim.kernel import Kernel, Role
 from torrential.worlds.sim.mail import Hub, SimMail
 from torrential.worlds.sim.outlet import Observing, SimOutlet
+from torrential.worlds.sim.trace import Trace
 from torrential.worlds.sim.views import Views
 
 TICK_SECONDS = 0.1  # real ones, between two looks of whoever watches
@@ -53,14 +54,17 @@ class _Run:
         config = self._config = job.config
         self._kernel = Kernel()
         self._kernel.now = job.elapsed
-        self._hub = Hub(self._kernel, cluster, config.seed)
+        self._trace = Trace() if config.settings.trace else None
+        dry = config.settings.gradients == "off"
+        self._hub = Hub(self._kernel, cluster, config.seed, self._trace, "meta" if dry else "cpu")
         self._served = job.strategy.served
         self._group = Group(self._hub, self._served)
         self._group.regrouped = self._regrouped
-        self._device = torch.device(config.device)
-        observer = Observer(job.task, config, job.strategy, self._device, job.directory)
+        real = torch.device(config.device)
+        self._device = torch.device("meta") if dry else real
+        observer = Observer(job.task, config, job.strategy, real, job.directory)
         self._observing = Observing(observer, self._write, job.evaluated)
-        self._seconds_per_sample = _seconds_per_sample(job, cluster, self._device)
+        self._seconds_per_sample = _seconds_per_sample(job, cluster, real)
         self._roles: dict[int, Role] = {}  # by address
         self._lives: dict[int, int] = {}
         self._step = job.checkpoint.step if job.checkpoint else 0
@@ -86,6 +90,8 @@ class _Run:
         self._observing.close()
 
     def close(self) -> None:
+        if self._trace is not None:
+            self._trace.write(self._job.directory / "trace.json")
         for role in self._roles.values():
             role.kill()
 
@@ -120,11 +126,12 @@ class _Run:
                 strategy.worker(served)  # type: ignore[arg-type]
             else:
                 first = self._job.checkpoint if life == 0 else None
-                host = torch.device("cpu")
+                host = self._device if self._device.type == "meta" else torch.device("cpu")
                 strategy.worker(Worker(self._job.task, config, strategy, comm, outlet, self._device, host, first))
             self._finished()
 
-        comm.role = self._roles[rank] = self._kernel.role(f"worker {rank}", program)
+        computes = self._device.type != "meta"
+        comm.role = self._roles[rank] = self._kernel.role(f"worker {rank}", program, uses_torch=computes)
         self._listener.worker_state(rank, "training")
         return comm
 
@@ -216,10 +223,14 @@ class _Run:
             assert self._views is not None
             self._start_server(address - SERVERS, begins=False)
             self._views.join(address - SERVERS)
+            self._hub.mails[address].view = self._views.view  # the first it hears of has it in
             return
         self._observing.back(address)
         self._event("worker_joined", address, "")
-        self._group.join(self._start_worker(address))
+        comm = self._start_worker(address)
+        self._group.join(comm)
+        if self._views is not None:
+            comm.view = self._views.view  # the first it hears of has it in
 
     # -- records --------------------------------------------------------------------------------------------------
     def _regrouped(self, members: tuple[int, ...]) -> None:
