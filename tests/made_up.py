@@ -140,7 +140,7 @@ def study(times: dict[str, Sequence[float | None]], **different: Any) -> Study:
         "task": "digits",
         "metric": "accuracy",
         "target": TARGET,
-        "trials": max(map(len, times.values())),
+        "trials": max(map(len, times.values()), default=0),
         "entries": entries,
         "tuning": [],
         "command": [],

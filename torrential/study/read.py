@@ -188,7 +188,7 @@ def _set_options(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 
 
 def _changed(given: dict[str, Any], default: msgspec.Struct) -> dict[str, Any]:
-    usual = msgspec.to_builtins(default)
+    usual = msgspec.json.decode(msgspec.json.encode(default))  # as in the manifest
     return {name: value for name, value in given.items() if value != usual.get(name)}
 
 

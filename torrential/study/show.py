@@ -55,7 +55,7 @@ def _table(study: Study, verdict: Verdict) -> RenderableType:
 
 def _cells(study: Study, row: Row) -> list[str]:
     star = "*" if row.missed >= MISSES and row.reached else ""
-    times = [number(time) if math.isfinite(time) else "missed" for time in row.times]
+    times = [_short(time) if math.isfinite(time) else "missed" for time in row.times]
     tuned = "".join(f" {name}={value}" for name, value in row.entry.tuned.items())
     return [
         row.entry.name + (f" (tuned:{tuned})" if tuned else ""),
@@ -73,7 +73,7 @@ def _cells(study: Study, row: Row) -> list[str]:
 def _mean_sd(of: Spread) -> str:
     if not of.count:
         return "–"
-    return number(of.mean) + ("" if math.isnan(of.sd) else f" ± {number(of.sd)}")
+    return _short(of.mean) + ("" if math.isnan(of.sd) else f" ± {_short(of.sd)}")
 
 
 def _metric_spread(metric: str, of: Spread) -> str:
@@ -84,7 +84,12 @@ def _metric_spread(metric: str, of: Spread) -> str:
 
 
 def _or_dash(value: float) -> str:
-    return number(value) if math.isfinite(value) else "–"
+    return _short(value) if math.isfinite(value) else "–"
+
+
+def _short(value: float) -> str:
+    """Three significant digits: trials do not tell more."""
+    return f"{value:#.3g}".rstrip(".") if 0.001 <= abs(value) < 1000 else number(value)
 
 
 # -- for programs -----------------------------------------------------------------------------------------------------
