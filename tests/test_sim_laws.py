@@ -87,8 +87,8 @@ def test_idle_share_falls_with_staleness(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("period", [1, 5])
 def test_t12_6_communicating_every_tau_steps(period: int, tmp_path: Path) -> None:
-    """With compute y and communication a y an iteration takes y (1 + a / tau): here a = 1 from the latency of asking for
-    samples and of push and fetch, four times 0.25."""
+    """With compute y and communication a y an iteration takes y (1 + a / tau). Here a = 1: the latency of asking for
+    samples, and of push and fetch, there and back, is 0.25 each time."""
     options = {"push_every": period, "fetch_every": period}
     result = simulate(
         tmp_path / "run",
