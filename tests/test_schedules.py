@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from torrential.comm.protocol import slices
-from torrential.comm.schedules import ALGORITHMS, blocks, direct, halving, naive, ring, tree
+from torrential.comm.schedules import ALGORITHMS, blocks, bruck, direct, halving, naive, ring, tree
 from torrential.comm.schedules.base import Costs, Plan, Receive, Send, cut
 
 Make = Callable[..., Plan]
@@ -317,9 +317,12 @@ def test_gather_share_and_all_to_all(members: int) -> None:
         execute(plans(naive.gather, members, 10, root), vectors)
         parts = [rows[i][10 * i : 10 * i + 10] for i in range(members)]
         assert np.array_equal(vectors[root], np.concatenate(parts))
-    vectors = [v.copy() for v in rows]
-    execute(plans(direct.share, members, 10), vectors)
-    assert all(np.array_equal(v, np.concatenate(parts)) for v in vectors)
+    for share in (direct.share, bruck.all_gather):
+        vectors = [v.copy() for v in rows]
+        execute(plans(share, members, 10), vectors)
+        assert all(np.array_equal(v, np.concatenate(parts)) for v in vectors)
+    rounds = [len(plan[0]) for plan in plans(bruck.all_gather, members, 10)]
+    assert rounds == [math.ceil(math.log2(members))] * members
     vectors = [np.concatenate([v, v]) for v in rows]
     execute(plans(direct.all_to_all, members, 10), vectors)
     for me, vector in enumerate(vectors):

@@ -20,14 +20,15 @@ from torrential.comm.carrier import Carrier, Operation
 from torrential.comm.messenger import Messenger
 from torrential.comm.outbox import Outgoing
 from torrential.comm.protocol import Meter, Part
-from torrential.comm.schedules import ALGORITHMS, direct, naive, tree
+from torrential.comm.schedules import ALGORITHMS, bruck, direct, naive, tree
 from torrential.comm.schedules.base import Plan, Receive, Send, Stream
 from torrential.comm.shared import CHUNK
 
 REST_SECONDS = 2e-3
+MANY = 16  # members; up to here all-gathers go straight to everybody, in one round
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)
 def planned(make: Callable[..., Plan], *args: int) -> Plan:
     return make(*args)
 
@@ -83,7 +84,9 @@ class ScheduledCarrier(Carrier):
     def all_gather(self, vector: Tensor) -> Operation:
         """Finished once everybody's vector is here, whether or not ours has left: a vote counts when it is heard."""
         rows = self._rows(vector)
-        operation = Planned(self, "all-gather", self._plan(direct.share, rows.shape[1]), rows, straight=True)
+        many = len(self.members) > MANY
+        plan = self._plan(bruck.all_gather if many else direct.share, rows.shape[1])
+        operation = Planned(self, "all-gather", plan, rows, straight=not many)
         operation.until_sent = False
         operation.result = rows[:, : vector.numel()]
         return self.launch(operation)
