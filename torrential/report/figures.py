@@ -17,6 +17,8 @@ from torrential.report import series
 from torrential.report.marks import Figure, Key, Trace, entry_keys, outcome, safe, short, time_name, unbroken
 from torrential.study.results import Entry, Study
 
+Works = dict[int, series.Work]  # by id() of the run
+
 PART_COLOURS = {"compute": "#0072B2", "communicate": "#E69F00", "wait": "#CC79A7"}
 PART_PATTERNS = {"compute": "", "communicate": "/", "wait": "."}
 CURVE_POINTS = 400  # of one trial
@@ -73,13 +75,13 @@ def _target_line(study: Study) -> dict[str, Any]:
     return {"shapes": [line | {"line": {"width": 1, "dash": "dash"}}], "annotations": [words | place]}
 
 
-def target_bars(study: Study) -> Figure | None:
+def target_bars(study: Study, works: Works) -> Figure | None:
     """A bar to the median over all finished trials, a miss being later than anything; none if the median is a miss."""
     if study.target is None:
         return None
     runs = [run for entry in study.entries for run in entry.runs]
     times = [run.time_to_target for run in runs if run.time_to_target is not None]
-    longest = max(times, default=max((run.seconds for run in runs), default=0.0)) or 1.0
+    longest = max(times or [works[id(run)].seconds for run in runs]) or 1.0
     edge = longest * 1.12
     traces: list[Trace] = []
     for row, (entry, key) in enumerate(zip(study.entries, entry_keys(study), strict=True)):
@@ -108,10 +110,7 @@ def _target_words(entry: Entry) -> str:
 def _trial_points(entry: Entry, row: int, edge: float, key: Key) -> Trace:
     """Circles; a cross at the edge for a miss, an open one for a trial that was cut off."""
     spread = np.linspace(-0.12, 0.12, len(entry.runs)) if len(entry.runs) > 1 else np.zeros(1)
-    texts = [
-        f"{safe(run.directory.name)}: {outcome(run)}" + ("" if run.time_to_target else f" in {number(run.seconds)} s")
-        for run in entry.runs
-    ]
+    texts = [f"{safe(run.directory.name)}: {outcome(run)}" for run in entry.runs]
     times = [edge if run.time_to_target is None else run.time_to_target for run in entry.runs]
     symbols = ["circle" if run.time_to_target is not None else "x" if run.finished else "x-open" for run in entry.runs]
     marker = {"color": key.colour, "size": 9, "symbol": symbols, "line": {"width": 1, "color": "#ffffff"}}
@@ -120,8 +119,10 @@ def _trial_points(entry: Entry, row: int, edge: float, key: Key) -> Trace:
     return look | {"x": short(times), "y": short(row + spread), "hovertemplate": hover}
 
 
-def time_spent(study: Study) -> Figure | None:
-    rows = [(entry, [series.seconds_spent(run) for run in entry.runs if run.steps]) for entry in study.entries]
+def time_spent(study: Study, works: Works) -> Figure | None:
+    rows = [
+        (entry, [series.seconds_spent(works[id(run)]) for run in entry.runs if run.steps]) for entry in study.entries
+    ]
     rows = [(entry, spent) for entry, spent in rows if spent]
     if not rows:
         return None
@@ -158,9 +159,9 @@ def _spent_words(name: str, mean: dict[str, float]) -> str:
     return f"{name}: {unbroken(percents + ' %')}"
 
 
-def staleness(study: Study, counts: dict[int, series.Updates]) -> Figure | None:
+def staleness(study: Study, works: Works) -> Figure | None:
     """Nothing where no update was ever stale."""
-    totals = [sum((counts[id(run)].staleness for run in entry.runs), Counter[int]()) for entry in study.entries]
+    totals = [sum((works[id(run)].updates.staleness for run in entry.runs), Counter[int]()) for entry in study.entries]
     if not any(value > 0 for total in totals for value in total):
         return None
     traces: list[Trace] = []

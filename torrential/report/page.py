@@ -62,8 +62,8 @@ def write_report(study: Study, path: Path) -> None:
 
 def render(study: Study) -> str:
     verdict = judge(study)
-    counts = {id(run): series.updates(run) for entry in study.entries for run in entry.runs}
-    sections, trials = figure_sections(study, counts), timeline_trials(study, counts)
+    works = {id(run): series.work(run) for entry in study.entries for run in entry.runs}
+    sections, trials = figure_sections(study, works), timeline_trials(study, works)
     drawn = {name: figure for section in sections for name, figure in section.figures.items()}
     data = data_script({"figures": drawn, "timelines": {trial.id: trial.figure for trial in trials}})
     scripts = [plotly_script(), data, _own("page.js")]
@@ -79,7 +79,7 @@ def render(study: Study) -> str:
         sections=sections,
         trials=trials,
         first=max(trials, key=lambda trial: len(trial.events)).id if trials else "",
-        table=tables.trials(study, counts),
+        table=tables.trials(study, works),
         tuning=tables.tuning(study) if study.tuning else None,
         commands=tables.commands(study),
         machines=tables.machines(study),
@@ -93,7 +93,7 @@ def render(study: Study) -> str:
     )
 
 
-def figure_sections(study: Study, counts: dict[int, series.Updates]) -> list[Section]:
+def figure_sections(study: Study, works: dict[int, series.Work]) -> list[Section]:
     """In the page's order; what a study has no records for has no section."""
     legend = entry_keys(study)
     groups = keys((name for name, _ in scaling.scaling_groups(study)), "s")
@@ -108,13 +108,13 @@ def figure_sections(study: Study, counts: dict[int, series.Updates]) -> list[Sec
         ("target", f"Time to {target}",
          "Bars: the median of finished trials, a miss being later than anything; no bar where that is a miss. Points: "
          "trials.",
-         {"to-target": figures.target_bars(study)}, []),
+         {"to-target": figures.target_bars(study, works)}, []),
         ("spent", "Where the time went",
          "Of the average worker, mean over trials. After the name: per cent computing / communicating / waiting.",
-         {"time-spent": figures.time_spent(study)}, []),
+         {"time-spent": figures.time_spent(study, works)}, []),
         ("staleness", "Staleness",
          "How many updates by others came between a worker's read and its push, over all updates of all trials.",
-         {"stale": figures.staleness(study, counts)}, legend),
+         {"stale": figures.staleness(study, works)}, legend),
         ("scaling", "More workers",
          "Lines: medians of the trials shown as points, missed ones left out. Dotted: each worker worth as much as the "
          "first ones.",
@@ -130,12 +130,12 @@ def figure_sections(study: Study, counts: dict[int, series.Updates]) -> list[Sec
     return sections
 
 
-def timeline_trials(study: Study, counts: dict[int, series.Updates]) -> list[Trial]:
+def timeline_trials(study: Study, works: dict[int, series.Work]) -> list[Trial]:
     bins = timeline_bins(study)
     found: list[Trial] = []
     for entry in study.entries:
         for run in entry.runs:
-            figure = timeline(run, counts[id(run)], bins)
+            figure = timeline(run, works[id(run)], bins)
             if figure is not None:
                 events = [event_words(event) for event in run.events[:EVENTS_LISTED]]
                 more = len(run.events) - len(events)

@@ -15,7 +15,7 @@ def scaling_groups(study: Study) -> list[tuple[str, list[Entry]]]:
     """Entries that differ in the number of workers, and perhaps in servers and what tuning chose; several each."""
     groups: dict[str, list[Entry]] = {}
     for entry in study.entries:
-        options = ",".join(f"{name}={value}" for name, value in entry.options.items() if name not in entry.tuned)
+        options = "+".join(f"{name}={value}" for name, value in entry.options.items() if name not in entry.tuned)
         where = [part for part in (entry.world if entry.world != "local" else "", entry.cluster) if part]
         groups.setdefault(" · ".join([f"{entry.strategy}:{options}".rstrip(":"), *where]), []).append(entry)
     return [

@@ -22,8 +22,63 @@ MOST_ROWS = 64  # of a timeline; more workers share rows
 PRESENT = 0.1  # of a bin must be on record for a worker to have been there
 
 
-def column(steps: list[Step], name: str) -> Floats:
+@dataclass(frozen=True)
+class Work:
+    """A run's step records by column, each made once, and what became of its updates."""
+
+    worker: NDArray[np.int64]  # (records,) as are the next
+    time: Floats
+    parts: dict[str, Floats]  # seconds of each of PARTS
+    updates: Updates
+
+    @property
+    def length(self) -> Floats:
+        """The seconds that a record tells of: those before it."""
+        return self.parts["compute"] + self.parts["communicate"] + self.parts["wait"]
+
+    @property
+    def seconds(self) -> float:
+        return float(self.time.max(initial=0.0))
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Over the whole run."""
+
+    staleness: Counter[int]
+    by_worker: Counter[int]
+    dropped: int
+
+
+def work(run: Run) -> Work:
+    columns = {name: _column(run.steps, name) for name in ("worker", "time", *PARTS)}
+    worker = columns.pop("worker").astype(np.int64)
+    return Work(worker, columns.pop("time"), columns, _updates(run.steps, worker))
+
+
+def _column(steps: list[Step], name: str) -> Floats:
     return np.fromiter(map(attrgetter(name), steps), np.float64, len(steps))
+
+
+def _updates(steps: list[Step], worker: NDArray[np.int64]) -> Updates:
+    """Workers count since they began; one that was replaced, or resumed, began anew, and its counts add up."""
+    totals = np.fromiter((sum(step.staleness.values()) for step in steps), np.int64, len(steps))
+    dropped = _column(steps, "dropped")
+    newest = []
+    for own in _by_worker(worker):
+        anew = (np.diff(totals[own]) < 0) | (np.diff(dropped[own]) < 0)
+        newest += [steps[i] for i in [*own[:-1][anew], own[-1]]]
+    staleness, by_worker = Counter[int](), Counter[int]()
+    for step in newest:
+        staleness.update(step.staleness)
+        by_worker[step.worker] += sum(step.staleness.values())
+    return Updates(staleness, by_worker, sum(step.dropped for step in newest))
+
+
+def _by_worker(worker: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """The records of each worker that has any, in order."""
+    order = np.argsort(worker, kind="stable")
+    return [own for own in np.split(order, np.flatnonzero(np.diff(worker[order])) + 1) if len(own)]
 
 
 def metric_curve(run: Run, against: str) -> Curve:
@@ -66,37 +121,10 @@ def band(curves: Sequence[Curve], points: int = 200) -> tuple[Floats, Floats, Fl
     return grid, values.mean(axis=0), values.std(axis=0, ddof=1)
 
 
-def seconds_spent(run: Run) -> dict[str, float]:
+def seconds_spent(work: Work) -> dict[str, float]:
     """Computing, communicating and waiting, of the average worker."""
-    workers = len(set(map(attrgetter("worker"), run.steps))) or 1
-    return {part: float(column(run.steps, part).sum()) / workers for part in PARTS}
-
-
-@dataclass(frozen=True)
-class Updates:
-    """What became of the workers' updates, over the whole run."""
-
-    staleness: Counter[int]
-    by_worker: Counter[int]
-    dropped: int
-
-
-def updates(run: Run) -> Updates:
-    """Workers count since they began; one that was replaced, or resumed, began anew, and its counts add up."""
-    staleness, by_worker, dropped = Counter[int](), Counter[int](), 0
-    last: dict[int, tuple[int, Step]] = {}
-    finished: list[Step] = []
-    for step in run.steps:
-        total = sum(step.staleness.values()) if step.staleness else 0
-        before = last.get(step.worker)
-        if before is not None and (total < before[0] or step.dropped < before[1].dropped):
-            finished.append(before[1])
-        last[step.worker] = total, step
-    for step in [*finished, *(step for _, step in last.values())]:
-        staleness.update(step.staleness)
-        by_worker[step.worker] += sum(step.staleness.values())
-        dropped += step.dropped
-    return Updates(staleness, by_worker, dropped)
+    workers = len(np.unique(work.worker)) or 1
+    return {part: float(values.sum()) / workers for part, values in work.parts.items()}
 
 
 def shares_at_most(staleness: Counter[int]) -> Curve:
@@ -106,19 +134,16 @@ def shares_at_most(staleness: Counter[int]) -> Curve:
     return values, counts.cumsum() / counts.sum()
 
 
-def slowness(run: Run, updates_by_worker: Counter[int]) -> dict[int, float]:
+def slowness(work: Work) -> dict[int, float]:
     """How many times as long as the median worker's each one's computation of an update took.
 
     Where updates are not counted by worker all take the same ones, so the share of time spent computing tells.
     """
-    compute, total = Counter[int](), Counter[int]()
-    for worker, seconds, length in zip(
-        map(attrgetter("worker"), run.steps), column(run.steps, "compute"), _lengths(run.steps), strict=True
-    ):
-        compute[worker] += seconds
-        total[worker] += length
-    units = updates_by_worker if updates_by_worker.total() else total
-    each = {worker: compute[worker] / units[worker] for worker in compute if units[worker] > 0}
+    compute = np.bincount(work.worker, work.parts["compute"])
+    total = np.bincount(work.worker, work.length)
+    counted = work.updates.by_worker
+    units = {worker: counted[worker] if counted.total() else float(total[worker]) for worker in range(len(compute))}
+    each = {worker: float(compute[worker]) / unit for worker, unit in units.items() if unit > 0}
     typical = median_low(each.values()) if each else 0.0
     return {worker: value / typical for worker, value in each.items()} if typical > 0 else {}
 
@@ -136,28 +161,21 @@ class Activity:
         return next((i for i, workers in enumerate(self.rows) if worker in workers), None)
 
 
-def activity(steps: list[Step], bins: int) -> Activity:
-    """A record tells of the seconds before it, which are spread over the bins they lie in."""
-    worker = column(steps, "worker").astype(np.int64)
-    end, length = column(steps, "time"), _lengths(steps)
-    edges = np.linspace(0.0, float(end.max()), bins + 1)
-    count = int(worker.max()) + 1
+def activity(work: Work, bins: int) -> Activity:
+    """The seconds that a record tells of are spread over the bins they lie in."""
+    edges = np.linspace(0.0, work.seconds, bins + 1)
+    count = int(work.worker.max()) + 1
     size = -(-count // MOST_ROWS)
     rows = [range(first, min(first + size, count)) for first in range(0, count, size)]
     seconds = {part: np.zeros((len(rows), bins)) for part in PARTS}
-    values = {part: column(steps, part) for part in PARTS}
-    order = np.argsort(worker, kind="stable")
-    for own in np.split(order, np.flatnonzero(np.diff(worker[order])) + 1):
-        knots = np.maximum.accumulate(np.column_stack([end[own] - length[own], end[own]]).ravel())
-        for part in PARTS:
-            sums = np.concatenate([[0.0], values[part][own].cumsum()])
+    begin = work.time - work.length
+    for own in _by_worker(work.worker):
+        knots = np.maximum.accumulate(np.column_stack([begin[own], work.time[own]]).ravel())
+        for part, values in work.parts.items():
+            sums = np.concatenate([[0.0], values[own].cumsum()])
             reached = np.interp(edges, knots, np.column_stack([sums[:-1], sums[1:]]).ravel())
-            seconds[part][worker[own[0]] // size] += np.diff(reached)
+            seconds[part][work.worker[own[0]] // size] += np.diff(reached)
     total = np.sum(list(seconds.values()), axis=0)
     width = edges[1] * np.array([[len(workers)] for workers in rows])
     there = np.where(total > PRESENT * width, total, np.nan)
     return Activity(rows, edges, seconds["compute"] / there, seconds["communicate"] / there)
-
-
-def _lengths(steps: list[Step]) -> Floats:
-    return column(steps, "compute") + column(steps, "communicate") + column(steps, "wait")

@@ -12,7 +12,7 @@ import numpy as np
 
 from torrential.progress import byte_count, metric_value, number
 from torrential.report.marks import outcome, samples_per_second
-from torrential.report.series import Updates, metric_curve
+from torrential.report.series import Work, metric_curve
 from torrential.study.results import Entry, Run, Study
 
 
@@ -23,10 +23,11 @@ class Table:
     words: int = 1  # so many columns are words; numbers, on the right, follow
 
 
-def trials(study: Study, counts: dict[int, Updates]) -> Table:
+def trials(study: Study, works: dict[int, Work]) -> Table:
     """One row per trial; a column that no trial has anything for is left out."""
     rows = [
-        {"entry": entry.name, "trial": run.directory.name, "seed": str(run.manifest.seed)} | _trial(study, run, counts)
+        {"entry": entry.name, "trial": run.directory.name, "seed": str(run.manifest.seed)}
+        | _trial(study, run, works[id(run)])
         for entry in study.entries
         for run in entry.runs
     ]
@@ -34,8 +35,8 @@ def trials(study: Study, counts: dict[int, Updates]) -> Table:
     return Table(columns, [[row[name] for name in columns] for row in rows], words=2)
 
 
-def _trial(study: Study, run: Run, counts: dict[int, Updates]) -> dict[str, str]:
-    summary, updates = run.summary, counts[id(run)]
+def _trial(study: Study, run: Run, work: Work) -> dict[str, str]:
+    summary, updates = run.summary, work.updates
     speed, total = samples_per_second(run), updates.staleness.total()
     mean = sum(value * times for value, times in updates.staleness.items()) / total if total else None
     _, values = metric_curve(run, "time")
@@ -45,7 +46,7 @@ def _trial(study: Study, run: Run, counts: dict[int, Updates]) -> dict[str, str]
         f"validation {study.metric}": _metric(study, values[-1]) if len(values) else "",
         "steps": f"{summary.steps:,}" if summary else "",
         "samples": f"{summary.samples:,}" if summary else "",
-        "seconds": number(run.seconds),
+        "seconds": number(work.seconds),
         "samples/s": "" if speed is None else f"{speed:,.0f}",
         "sent": byte_count(summary.bytes_sent) if summary and summary.bytes_sent else "",
         "mean staleness": "" if mean is None else number(mean),

@@ -21,12 +21,12 @@ CELLS = 250_000  # of all timelines together
 SLOW = 2.0  # times as long per update as the median worker: a straggler
 
 
-def timeline(run: Run, updates: series.Updates, bins: int) -> Figure | None:
+def timeline(run: Run, work: series.Work, bins: int) -> Figure | None:
     """Who computed when, with deaths and joins; a row per worker, or per block of workers where there are many."""
     if not run.steps:
         return None
-    activity = series.activity(run.steps, bins)
-    slow = series.slowness(run, updates.by_worker)
+    activity = series.activity(work, bins)
+    slow = series.slowness(work)
     centres = (activity.edges[:-1] + activity.edges[1:]) / 2
     heat = {
         "type": "heatmap", "x": short(centres), "y": list(range(len(activity.rows))),
