@@ -14,6 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from torrential import run
+from torrential.worlds.local.warm import Warm
+
 GRACE_SECONDS = 3.0
 
 # Every process started from here inherits this, so that it is known as ours even when its parent is gone.
@@ -137,8 +140,19 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def warm(mark: None, own_cache: None) -> Iterator[None]:
+    """Processes of runs that tests start with tt.train come from one that has torch loaded; those of the command line
+    load it themselves, as they do for a user."""
+    source = Warm()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "Launch", source.launch)
+        yield
+    source.close()
+
+
 @pytest.fixture(scope="module", autouse=True)
-def nothing_left_by_module(mark: None) -> Iterator[None]:
+def nothing_left_by_module(warm: None) -> Iterator[None]:
     """For what fixtures that live longer than one test start."""
     before = Machine.look()
     yield

@@ -58,14 +58,13 @@ def test_golden_equivalences(tmp_path: Path) -> None:
     assert difference(alone, plain) < 1e-6
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["allreduce", "ssp", "downpour"])
 def test_simulated_is_real(strategy: str, tmp_path: Path) -> None:
     """With one worker there is one order of things, so both worlds come to the same parameters."""
     servers = {"servers": 2} if STRATEGIES[strategy].served else {}
-    options = servers | ({"backups": 0} if strategy == "backup" else {})
-    here = {"workers": 1, "epochs": 1, "device": "cpu", "progress": False} | options
+    here = {"workers": 1, "epochs": 1, "device": "cpu", "progress": False} | servers
     real = tt.train("digits-mlp", strategy, out=tmp_path / "real", **here)  # type: ignore[arg-type]
-    assert difference(simulate(tmp_path / "sim", strategy, 1, epochs=1, **options), real) < 1e-6
+    assert difference(simulate(tmp_path / "sim", strategy, 1, epochs=1), real) < 1e-6
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -53,13 +53,13 @@ def first_of(needed: int, workers: int, steps: int) -> float:
 def test_t11_1_a_step_with_backups_takes_the_time_of_the_order_statistic(backups: int, tmp_path: Path) -> None:
     """Of exponential times; y (H_(N + b) - H_b) if those who are late began anew at once. They finish first what they
     are at, so a step takes longer than that, and what an independent model of it says."""
-    workers, steps = 6, 1000
+    workers, steps = 6, 600
     result = simulate(tmp_path / "run", "backup", workers, steps, {"spread": "exponential"}, {}, backups=backups)
     measured = result.summary.seconds / result.summary.steps
     law = harmonic(workers) - harmonic(backups)
-    assert measured == pytest.approx(first_of(workers - backups, workers, 20_000), rel=0.03)
+    assert measured == pytest.approx(first_of(workers - backups, workers, 20_000), rel=0.04)
     if backups == 0:
-        assert measured == pytest.approx(law, rel=0.03)
+        assert measured == pytest.approx(law, rel=0.04)
     else:
         assert law < measured < harmonic(workers)
 
@@ -78,7 +78,7 @@ def test_idle_share_falls_with_staleness(tmp_path: Path) -> None:
     idle = []
     for staleness in (0, 3, 40):
         out = tmp_path / str(staleness)
-        result = simulate(out, "ssp", 8, 1200, {}, {}, servers=1, staleness=staleness, cluster=cluster)
+        result = simulate(out, "ssp", 8, 640, {}, {}, servers=1, staleness=staleness, cluster=cluster)
         steps = [record for record in result.history if isinstance(record, Step)]
         idle.append(sum(s.wait for s in steps) / sum(s.wait + s.compute + s.communicate for s in steps))
     assert idle == sorted(idle, reverse=True)
