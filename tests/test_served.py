@@ -14,11 +14,9 @@ from tests import test_faults
 from tests.test_faults import Run
 from torrential.errors import BadInput
 from torrential.records import Step, Summary
-from torrential.strategies import STRATEGIES
 
 pytestmark = pytest.mark.timeout(120)
 start = test_faults.start
-SERVED = sorted(name for name, strategy in STRATEGIES.items() if strategy.served)
 
 
 def weights(out: Path, strategy: str, **options: object) -> tuple[dict[str, Tensor], Summary]:
