@@ -17,7 +17,8 @@ worker that dies while it sends a push may leave it on some ranges only, with or
 
 Marks count on letters of one role to another coming in order, as they do on sockets. Copies are not replicated. A head
 that inherits a range meanwhile says that the copy is lost, and the first worker begins another checkpoint, under the
-next number; so it does if the cuts of two ranges differ. One is under way at a time.
+next number; so it does if the cuts of two ranges differ. One is under way at a time. When all workers have left, a
+copy is the range as it is.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Saved(msgspec.Struct, array_like=True):
     start: int
     stop: int
     version: int
-    clock: int  # closed, where pushes are summed
+    cut: int  # where pushes are summed; -1: when nobody was there to push
     scalars: Scalars
     dealer: Dealer | None
 
@@ -50,12 +51,12 @@ def joined(rests: Iterable[bytes], numel: int) -> Saved | None:
     """Of all ranges together; None if a copy is lost."""
     found = [msgspec.msgpack.decode(rest, type=Saved) for rest in rests if rest]
     stops = [0, *(saved.stop for saved in found)]
-    if [saved.start for saved in found] != stops[:-1] or stops[-1] != numel or len({s.clock for s in found}) > 1:
+    if [saved.start for saved in found] != stops[:-1] or stops[-1] != numel or len({s.cut for s in found}) > 1:
         return None
     scalars: Scalars = {}
     for saved in found:
         scalars |= saved.scalars
-    return Saved(0, numel, found[0].version, found[0].clock, scalars, found[0].dealer)
+    return Saved(0, numel, found[0].version, found[0].cut, scalars, found[0].dealer)
 
 
 class _Copy:
@@ -144,8 +145,9 @@ class Copies:
     def look(self, counted: Collection[int]) -> None:
         """Whether a copy is complete by now, or can be made at once because nobody is there to change anything."""
         newest = max((ask.request.number for ask in self._saves), default=0)  # type: ignore[attr-defined]
-        if not counted and newest > self._link.shard.marked:
-            self._begin(newest, self._link.shard.closed, ())
+        waits = self._copy is not None and self._copy.number == newest and self._copy.shard is None
+        if not counted and (newest > self._link.shard.marked or waits):
+            self._begin(newest, -1, ())
         if self.open and self._copy is not None and not self._copy.awaited:
             self._complete(self._copy)
         self._answer_all()
@@ -155,10 +157,11 @@ class Copies:
         shard = self._link.shard
         copy = self._copy = _Copy(number, cut, counted)
         self.open = not self._aggregates
-        if not self._aggregates or cut == shard.closed:
+        if not self._aggregates:
             self._make(copy)
-            if self._aggregates:
-                self._complete(copy)
+        elif cut in (-1, shard.closed):
+            self._make(copy)
+            self._complete(copy)
         elif cut < shard.closed:
             self._copy = None  # too late
         asked = tuple(Asked(a.worker, a.request.seq, a.request.floor, a.request.clock) for a in asks)
@@ -173,7 +176,8 @@ class Copies:
         shard, dealer = copy.shard, self._link.shard.dealer
         assert shard is not None
         saved = None if dealer is None else dealer.saved(copy.undone)
-        whole = Saved(shard.start, shard.stop, shard.version, shard.closed, shard.optimizer.scalars(), saved)
+        cut = copy.cut if self._aggregates else 0
+        whole = Saved(shard.start, shard.stop, shard.version, cut, shard.optimizer.scalars(), saved)
         copy.rest = msgspec.msgpack.encode(whole)
 
     def _answer_all(self) -> None:

@@ -103,7 +103,8 @@ class LocalMail:
         letter = self._post.receive(timeout)
         while letter is not None and letter.source < 0 and isinstance(letter.message, m.Ping):
             self._link.send(m.Pong(self.waits_for()))
-            letter = self._post.receive(timeout)
+            gone = time.perf_counter() - began
+            letter = self._post.receive(None if timeout is None else max(0.0, timeout - gone))
         self.meter.wait += time.perf_counter() - began
         return letter
 
