@@ -20,7 +20,7 @@ class Part:
     optimizer: str
     steps: int
     threads: int
-    batches: int  # of the model's batch size, joined into one
+    batch_size: int
     rank: int
     workers: int
     store: str  # a file where the members of a DDP group meet, or nothing
@@ -46,7 +46,7 @@ def train(part: Part) -> dict[str, Any]:
     if part.store:
         model = _distributed(model, part)
     optimizer = models.spec(part.optimizer).build(model.parameters())  # fused, as in torrential
-    size = workload.batch_size * part.batches
+    size = part.batch_size
     generator = torch.Generator().manual_seed(part.rank)
     order = torch.empty(0, dtype=torch.long)
     print("ready", flush=True)

@@ -70,6 +70,11 @@ class Options:
     steps: int = 60
     warmup: int = 5
     optimizer: str = "sgd"
+    batch_size: int | None = None  # per worker; the model's own by default
+
+    @property
+    def batch(self) -> int:
+        return self.batch_size or WORKLOADS[self.model].batch_size
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ def _ours(options: Options, workers: int, flags: list[str], directory: Path, sam
         *(sys.executable, "-m", "torrential", "train", f"{ROOT / 'benchmarks/models.py'}:{task}"),
         *("--workers", str(workers), "--steps", str(options.steps), "--device", "cpu", "--json", "--out", str(out)),
         *("--set", "threads=1", "--set", f"evaluate_every={NEVER}"),
+        *("--batch-size", str(options.batch)),
         *(word for flag in flags for word in ("--set", OURS[flag])),
     ]
     began = time.monotonic()
@@ -159,7 +165,7 @@ def _other(kind: str, flags: list[str], options: Options, directory: Path, sampl
                     optimizer=options.optimizer,
                     steps=options.steps,
                     threads=threads,
-                    batches=threads,
+                    batch_size=threads * options.batch,
                     rank=rank,
                     workers=workers,
                     store=str(directory / "store") if kind == "ddp" else "",
@@ -313,13 +319,14 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5, help="steps that are not timed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
+    parser.add_argument("--batch-size", type=int, help="per worker; the model's own by default")
     parser.add_argument("--contenders", default=CONTENDERS)
     parser.add_argument("--link", metavar="RATE", help="over a loopback of this rate, as in 2gbit or 500mbit")
     parser.add_argument("--json", type=Path, help="write all outcomes to this file")
     given = parser.parse_args()
     if not 1 <= given.warmup < given.steps:
         parser.error("--warmup must be at least 1 and below --steps")
-    options = Options(given.model, given.workers, given.steps, given.warmup, given.optimizer)
+    options = Options(given.model, given.workers, given.steps, given.warmup, given.optimizer, given.batch_size)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="benchmark-") as cache:
         if given.link:
@@ -344,7 +351,7 @@ def compare(options: Options, names: list[str], rounds: int, rate: str | None, f
             found = {"machine": host, "link": rate, "options": asdict(options), "memory": memory, "results": rows}
             file.write_text(json.dumps(found, indent=2) + "\n")
     console.print(table(results, first, options))
-    samples = options.workers * WORKLOADS[options.model].batch_size
+    samples = options.workers * options.batch
     for name in names:
         if f"{name}+late" in names:
             gain = overlap(results[name], results[f"{name}+late"], samples)
