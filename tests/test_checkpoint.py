@@ -258,8 +258,10 @@ for trial in range(40):
         os.write(tell, b"!")
         for step in range(reached, reached + 1000):  # the first replaces
             save(directory, make(step))
-    os.read(ready, 1)
-    time.sleep(rng.uniform(0, 4 * typical))
+            os.write(tell, b"!")
+    for _ in range(1 + trial % 4):  # saves it may finish
+        os.read(ready, 1)
+    time.sleep(rng.uniform(0, typical))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(ready), os.close(tell)
@@ -278,4 +280,4 @@ def test_a_writer_killed_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path) 
     program = KILLER.format(path=[str(Path(__file__).parent), *sys.path], directory=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 1  # killed between saves, not before the first
+    assert int(done.stdout) >= 31  # ten of the forty have made two checkpoints at least, and ten three
