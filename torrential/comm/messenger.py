@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import msgspec
 from torch import Tensor
@@ -73,6 +72,7 @@ class Messenger:
         self._closed = False
         wire.decoder(Data | Greeting)  # its types are known before threads begin to read
         self._peers: dict[int, Peer] = {}
+        self._known: dict[int, tuple[str, int]] = {}  # address and life of each member
         self._arrived: dict[Key, list[Tensor]] = {}
         self._expected: dict[Key, Sequence[Tensor]] = {}
         self._hearing = self._spawn(self._accept)
@@ -106,14 +106,17 @@ class Messenger:
 
     def _adopt(self, peer: Peer) -> None:
         with self.changed:
+            before = self._peers.get(peer.rank)
             self._peers[peer.rank] = peer
             self._tell()
+        if before is not None:
+            before.close()
         self._spawn(self._read, peer)
 
     def regroup(self, generation: int, peers: dict[int, tuple[str, int]]) -> None:
         """Adopt a new generation: drop peers that left or were reborn, dial lower ranks not yet connected."""
         with self.changed:
-            self.generation = generation
+            self.generation, self._known = generation, peers
             for key in [k for k in self._arrived if k[1] < generation]:
                 del self._arrived[key]
             for key in [k for k in self._expected if k[1] < generation]:
@@ -122,14 +125,25 @@ class Messenger:
                 if rank not in peers or peers[rank][1] > peer.life or peer.lost:
                     peer.close()
                     del self._peers[rank]
-        for rank, (address, life) in peers.items():
-            if rank < self.rank and rank not in self._peers:
-                try:
-                    connection = wire.dial(address, self._token, Data | Greeting, DIAL_SECONDS)
-                    connection.send(Greeting(self.rank, self.life))
-                except (OSError, wire.Closed) as error:
-                    raise PeerLost(f"worker {rank}") from error
-                self._adopt(Peer(rank, life, connection, self._told))
+        for rank in peers:
+            self.reach(rank)
+
+    def reach(self, rank: int) -> Peer | None:
+        """The connection to a member. Where there is none, or a lost one, a lower rank is dialled; a higher one dials us."""
+        peer = self._peers.get(rank)
+        if peer is not None and not peer.lost:
+            return peer
+        if rank > self.rank:
+            return None
+        address, life = self._known[rank]
+        try:
+            connection = wire.dial(address, self._token, Data | Greeting, DIAL_SECONDS)
+            connection.send(Greeting(self.rank, self.life))
+        except (OSError, wire.Closed) as error:
+            raise PeerLost(f"worker {rank}") from error
+        peer = Peer(rank, life, connection, self._told)
+        self._adopt(peer)
+        return peer
 
     def close(self) -> None:
         self._closed = True
@@ -141,9 +155,6 @@ class Messenger:
             peer.close()
 
     # -- messages -----------------------------------------------------------------------------------------------
-    def connected(self, rank: int) -> bool:
-        return rank in self._peers
-
     def send(self, to: int, tag: str, tensors: Sequence[Tensor]) -> Outgoing:
         """Queue a message to a connected peer. To a lost one it is dropped: the regrouping to come will void it."""
         outgoing = Outgoing()
@@ -206,20 +217,27 @@ class Messenger:
 
 
 def settle(messenger: Messenger, members: Sequence[int], check: Callable[[], None], timeout: float) -> None:
-    """Exchange markers with every other member: afterwards nothing of an earlier generation can arrive."""
-    others = [r for r in members if r != messenger.rank]
+    """Exchange markers with every other member: afterwards nothing of an earlier generation can arrive.
+
+    A member that was left out of a generation may find only now that the others have hung up on it; its new
+    connection gets the marker that the old one has lost.
+    """
+    missing = [r for r in members if r != messenger.rank]
+    told: dict[int, Peer] = {}
     deadline = time.monotonic() + timeout
-
-    def until(condition: Callable[[], bool], who: int) -> None:
-        while not condition():
-            check()
-            if time.monotonic() > deadline:
-                raise PeerLost(f"worker {who}")
-            messenger.pause(0.01)
-
-    for rank in others:
-        until(partial(messenger.connected, rank), rank)
-        messenger.send(rank, "marker", ())
-    for rank in others:
-        until(partial(messenger.arrived, rank, "marker"), rank)
-        messenger.take(rank, "marker")
+    while True:
+        for rank in list(missing):
+            came = messenger.arrived(rank, "marker")  # over the connection that is found now, or one before it
+            peer = messenger.reach(rank)
+            if peer is not None and told.get(rank) is not peer:
+                told[rank] = peer
+                messenger.send(rank, "marker", ())
+            if came:
+                messenger.take(rank, "marker")
+                missing.remove(rank)
+        if not missing:
+            return
+        check()
+        if time.monotonic() > deadline:
+            raise PeerLost(f"worker {missing[0]}")
+        messenger.pause(0.01)
