@@ -269,8 +269,9 @@ class Bench(Strategy, frozen=True, kw_only=True):
         clock = client.enter()
         gradient, into = ctx.gradient, ctx.vector  # registered
         gradient.fill_(1e-3)
-        keys = sparse_keys(numel)
-        few, small = gradient[keys].clone(), [(0, gradient[:SMALL])]
+        keys = ctx.comm.buffer("keys", numel // SPARSE, torch.int64).copy_(sparse_keys(numel))
+        few = ctx.comm.buffer("few", numel // SPARSE, torch.float32).copy_(gradient[keys])
+        small = [(0, gradient[:SMALL])]
         obey(
             self.setup,
             {

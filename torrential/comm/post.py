@@ -39,6 +39,7 @@ from torrential.errors import WaitedTooLong
 DIAL_SECONDS = 5.0
 READS = 16  # from one connection before the others have their turn
 AN_HOUR = 3600.0
+BRISK_SECONDS = 2e-4
 LOCAL_QUEUE = 1 << 18  # bytes that the kernel keeps for each direction of a tcp connection inside one host
 MOST_STRANGERS = 64  # who have connected and not shown the token yet
 
@@ -114,6 +115,8 @@ class Post:
         self._unknown: dict[int, _Line] = {}  # those of `_lines` that have not said who they are
         self._arrived: deque[Letter] = deque()
         self._stopped = False
+        self._spare_core = len(os.sched_getaffinity(0)) > 1
+        self._brisk = False  # whether the last letter came within a moment
         self._written = threading.Condition()  # something that was not written at once is by now
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -187,7 +190,7 @@ class Post:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             left = min(deadline - time.monotonic(), self._drop_the_silent(), AN_HOUR)
-            ready = self._epoll.poll(0.0 if self._stopped else max(0.0, left))
+            ready = self._poll(0.0 if self._stopped else max(0.0, left))
             for descriptor, _ in ready:
                 if (line := self._lines.get(descriptor)) is not None:
                     self._read(line)
@@ -199,6 +202,23 @@ class Post:
                 return self._arrived.popleft()
             if (self._stopped and not ready) or time.monotonic() >= deadline:
                 return None
+
+    def _poll(self, timeout: float) -> list[tuple[int, int]]:
+        """Where something is to be read. To be woken up takes longer than a small letter and its answer, so where the
+        last letter came quickly, and there is another core for whoever writes the next, it is looked for again and
+        again for a moment."""
+        began, ready = time.perf_counter(), self._epoll.poll(0.0)
+        if ready or not timeout:
+            return ready
+        if self._brisk:
+            limit = began + min(timeout, BRISK_SECONDS)
+            while not ready and time.perf_counter() < limit:
+                os.sched_yield()  # to whoever has work to do
+                ready = self._epoll.poll(0.0)
+        if not ready:
+            ready = self._epoll.poll(timeout)
+        self._brisk = time.perf_counter() - began < BRISK_SECONDS and self._spare_core
+        return ready
 
     def _read(self, line: _Line) -> None:
         try:

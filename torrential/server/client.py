@@ -288,10 +288,9 @@ class Client:
                         low, high = torch.searchsorted(tensors[1], torch.tensor([first, stop])).tolist()
                         part.tensors = [tensor[low:high] for tensor in tensors]
                 elif tensors:
-                    whole = stop - first == tensors[i].numel()
-                    part.tensors.append(tensors[i] if whole else tensors[i][first - offset : stop - offset])
+                    part.tensors.append(_piece(tensors[i], first - offset, stop - offset))
                 if into:
-                    part.into.append(into[i][first - offset : stop - offset])
+                    part.into.append(_piece(into[i], first - offset, stop - offset))
                 first, at = stop, at + 1
         return list(parts.values())
 
@@ -414,6 +413,10 @@ class Client:
         for pending in self._unanswered.values():
             for part in pending.parts.values():
                 self.comm.post(part.server, part.message, part.tensors)
+
+
+def _piece(tensor: Tensor, first: int, last: int) -> Tensor:
+    return tensor if last - first == tensor.numel() else tensor[first:last]
 
 
 def _ascending(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

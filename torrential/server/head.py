@@ -242,7 +242,7 @@ class Head:
         return False
 
     def _values(self, ask: Ask) -> list[Tensor]:
-        return [self.shard.store.parameters[first:last] for first, last in ask.request.spans]
+        return [self.shard.store.view(span) for span in ask.request.spans]
 
     def _release(self) -> None:
         """Reads that may pass by now."""

@@ -48,9 +48,9 @@ def _wrong_values(shard: Shard, ask: Ask) -> str | None:
             return wrong
         tensors = tensors[:1]
     elif tensors or kind is not Push:  # a push of nothing completes its clock
-        found = [tuple(t.shape) for t in tensors]
-        if found != [(last - first,) for first, last in request.spans]:
-            sizes = [last - first for first, last in request.spans]
+        sizes = [last - first for first, last in request.spans]
+        if len(tensors) != len(sizes) or any(t.shape != (n,) for t, n in zip(tensors, sizes, strict=True)):
+            found = [tuple(t.shape) for t in tensors]
             return f"sent shapes {found} to {_verb(kind)}, where {sizes} elements belong"
     for tensor in tensors:
         if tensor.dtype != shard.store.dtype:

@@ -204,8 +204,8 @@ class Shard:
         return result
 
     def _put(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
-        for (first, last), tensor in zip(operation.spans, tensors, strict=True):
-            self.store.parameters[first:last].copy_(tensor)
+        for span, tensor in zip(operation.spans, tensors, strict=True):
+            self.store.view(span).copy_(tensor)
         return self._updated(operation)
 
     def _add(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
@@ -213,8 +213,8 @@ class Shard:
             values, keys = tensors
             self.parameters.scatter_add_(0, keys - self.start if self.start else keys, values)
         else:
-            for (first, last), tensor in zip(operation.spans, tensors, strict=True):
-                self.store.parameters[first:last].add_(tensor)
+            for span, tensor in zip(operation.spans, tensors, strict=True):
+                self.store.view(span).add_(tensor)
         return self._updated(operation)
 
     def _call(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
