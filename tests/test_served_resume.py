@@ -24,11 +24,11 @@ start = test_faults.start
 SAMPLES = 1350  # of digits
 
 
-def kill_and_resume(start: Callable[..., Run], evaluations: int, *args: object) -> Run:
-    """The supervisor is killed, without a word to anybody, some time after so many evaluations."""
+def kill_and_resume(start: Callable[..., Run], *args: object) -> Run:
+    """The supervisor is killed, without a word to anybody, some time after the first checkpoint."""
     run = start(*args)
-    run.until(lambda: evaluated(run) >= evaluations, f"evaluation {evaluations}")
-    time.sleep(0.1)
+    run.until(lambda: list(run.out.glob("checkpoints/step-*")), "checkpoint")
+    time.sleep(0.05)
     run.process.kill()
     run.process.wait()
     return start(resume=True)
@@ -51,7 +51,7 @@ def test_a_resumed_run_ends_in_the_same_bytes(start: Callable[..., Run], how: tu
     args = ("digits-mlp", "--epochs", 4, "--set", "threads=1", "--strategy", *how)
     undisturbed = start(*args, name="undisturbed")
     summary_of(undisturbed)
-    run = kill_and_resume(start, 1, *args)
+    run = kill_and_resume(start, *args)
     assert summary_of(run).samples == 4 * SAMPLES
     assert len(run.events("resumed")) == 1
     assert checkpoints(run) == checkpoints(undisturbed)
@@ -60,7 +60,7 @@ def test_a_resumed_run_ends_in_the_same_bytes(start: Callable[..., Run], how: tu
 @pytest.mark.parametrize("strategy", ["ssp", "backup"])
 def test_a_run_that_is_resumed_uses_every_sample_once(start: Callable[..., Run], strategy: str) -> None:
     run = kill_and_resume(
-        start, 1, "digits-mlp", "--epochs", 4, "--workers", 3, "--servers", 2, "--strategy", strategy, "--lr", 0.02
+        start, "digits-mlp", "--epochs", 4, "--workers", 3, "--servers", 2, "--strategy", strategy, "--lr", 0.02
     )
     summary = summary_of(run)
     assert summary.samples == 4 * SAMPLES and summary.value is not None and summary.value >= 0.8

@@ -191,7 +191,7 @@ def _compare(asked: Asked, out: Path | None, err: Console) -> Study:
     question = open_directory(directory, question)
     onward = f"finished runs are kept; go on with: torrential compare --resume {directory}"
     with locked(directory):
-        err.print(f"study directory: {directory}", highlight=False)
+        err.print(f"study directory: {directory}", highlight=False, soft_wrap=True)
         for line in outlook(question):
             err.print(line, highlight=False, soft_wrap=True)
         watching = Watching(question.metric, question.asked.target or 0.0, err)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -93,27 +94,29 @@ def _same_rules(asked: Asked, specs: list[Spec], jobs: list[Job]) -> tuple[list[
     every = make(Settings, {k: v for k, v in asked.set.items() if k == "evaluate_every"}).evaluate_every
     if every is not None and every < 1:
         raise BadInput(f"evaluate_every must be at least 1 (given: {every})")
-    interval = None if every is None else every * joined[0]
     limit = None if asked.steps is None else asked.steps * joined[0]
+    interval = None if every is None else every * joined[0]
+    odd = [spec.name for spec, samples in zip(specs, joined, strict=True) if interval and not _fits(interval, samples)]
+    if odd and every is not None:
+        fits = (k for k in itertools.count(every) if all(_fits(k * joined[0], samples) for samples in joined))
+        raise BadInput(
+            f"an evaluation every {interval:,} samples is no whole number of steps of {odd[0]}; "
+            f"use --set evaluate_every={next(fits)}, or none for one per epoch"
+        )
     changed = [
         msgspec.structs.replace(
             spec,
             steps=None if limit is None else max(1, round(limit / samples)),
-            evaluate_every=None if interval is None else _steps(interval, samples, spec.name),
+            evaluate_every=None if interval is None else round(interval / samples),
         )
         for spec, samples in zip(specs, joined, strict=True)
     ]
     return changed, interval
 
 
-def _steps(interval: int, joined: int, name: str) -> int:
-    steps = max(1, round(interval / joined))
-    if abs(steps * joined - interval) > CLOSE * interval:
-        raise BadInput(
-            f"an evaluation every {interval:,} samples does not fit {name}, whose step takes {joined:,}; "
-            "use a larger evaluate_every, or none for one per epoch"
-        )
-    return steps
+def _fits(interval: int, joined: int) -> bool:
+    """Whether it is a whole number of steps, or nearly so."""
+    return abs(round(interval / joined) * joined - interval) <= CLOSE * interval
 
 
 def _digest(source: str) -> str:

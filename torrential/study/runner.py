@@ -11,6 +11,7 @@ from torrential.study.question import request
 from torrential.study.results import DIVERGED
 from torrential.study.watch import Watching
 from torrential.task import Task
+from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.warm import Warm
 
 
@@ -19,14 +20,14 @@ class Train:
 
     def __init__(self, asked: Asked, task: Task, watching: Watching) -> None:
         self._asked, self._task, self._watching = asked, task, watching
-        self._warm = Warm() if asked.world == "local" else None
+        self._warm: Warm | None = None
 
     def close(self) -> None:
         if self._warm is not None:
             self._warm.close()
 
     def __call__(self, trial: Trial) -> None:
-        launch = None if self._warm is None else self._warm.launch()
+        launch = self._launch() if trial.spec.world == "local" else None
         try:
             job = prepare.prepare(request(self._asked, trial.spec, self._task, trial.seed), trial.directory)
             listener = self._watching.listen(run.planned_steps(job))
@@ -37,6 +38,11 @@ class Train:
         finally:
             if launch is not None:
                 launch.close()
+
+    def _launch(self) -> Launch:
+        if self._warm is None:
+            self._warm = Warm()
+        return self._warm.launch()
 
     def _note(self, trial: Trial, error: Diverged) -> None:
         """It has missed the target, and would do so again: that is its result, and belongs to its records."""

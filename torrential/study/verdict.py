@@ -98,7 +98,7 @@ def verdict_sentences(study: Study) -> list[str]:
 def outlook(question: Question) -> list[str]:
     """What can be known before the first run."""
     asked, entries = question.asked, len(question.entries)
-    runs = f"{entries} entries, {_count(asked.trials, 'trial')} each"
+    runs = f"{entries} entr{'y' if entries == 1 else 'ies'}, {_count(asked.trials, 'trial')} each"
     if tried := len(list(grid(asked.tune))):
         runs += f", after {entries * tried * asked.tune_trials} runs to tune {', '.join(asked.tune)}"
     needed = statistics.trials_needed(entries * (entries - 1) // 2) if entries > 1 else FEWEST
@@ -269,6 +269,8 @@ def _sentence(study: Study, pair: Pair, pairs: int) -> str:
 
 def _worth_saying(rows: list[Row], pairs: list[Pair]) -> list[Pair]:
     best = soonest(rows)
+    if not _can_tell(pairs) and len(pairs) > 1:
+        return []  # the answer has said so
     return pairs if len(pairs) <= MANY_PAIRS else [pair for pair in pairs if best in (pair.first, pair.second)]
 
 

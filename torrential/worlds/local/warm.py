@@ -29,6 +29,7 @@ class Warm:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(START_SECONDS)
+        self._loaded = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "torrential.worlds.local.warm", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -44,6 +45,7 @@ class Warm:
             with theirs:
                 socket.send_fds(self._socket, [b"nursery"], [theirs.fileno()])
                 pid = int.from_bytes(self._socket.recv(8))
+                self._loaded = True
         except OSError as error:
             ours.close()
             why = f"did not answer within {START_SECONDS:.0f} s" if isinstance(error, TimeoutError) else "is gone"
@@ -56,10 +58,12 @@ class Warm:
     def close(self) -> None:
         """Safe to call twice."""
         self._socket.close()
+        if not self._loaded:
+            self._process.kill()
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # it may still be loading
+            self._process.kill()
             self._process.wait()
 
 

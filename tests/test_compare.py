@@ -1,0 +1,200 @@
+"""`torrential compare` and `torrential report`: on real processes once, killed and called again; else simulated."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up import config, write_run
+
+from torrential import cli
+from torrential.errors import BadInput, RunFailed
+from torrential.records import MANIFEST, RECORDS, read_manifest
+from torrential.study.conduct import is_finished
+from torrential.study.directory import read_question
+from torrential.study.plan import Trial
+from torrential.study.runner import Train
+from torrential.worlds.local.warm import Warm
+
+SSP_FIRST = 0  # a seed with which the second entry is run first
+CLUSTER = "[compute]\nseconds_per_sample = 0.001\n"
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def command(*args: object) -> None:
+    cli.app([str(arg) for arg in args], standalone_mode=False)
+
+
+def refused(*args: object) -> str:
+    with pytest.raises(BadInput) as error:
+        command(*args)
+    return str(error.value)
+
+
+# -- on real processes ------------------------------------------------------------------------------------------------
+def until(done: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 50
+    while not done():
+        assert process.poll() is None and time.monotonic() < end, process.communicate()
+        time.sleep(0.01)
+
+
+def test_killed_and_called_again(tmp_path: Path) -> None:
+    """In the middle of the second run; the first diverges, which is its result and not to be repeated."""
+    out = tmp_path / "study"
+    args = ["digits-mlp", "--strategies", "allreduce,ssp:lr=1e18", "--target", 0.5, "--trials", 1, "--seed", SSP_FIRST]
+    base = [sys.executable, "-m", "torrential", "compare"]
+
+    def begun() -> list[Path]:
+        return sorted(path.parent for path in out.glob(f"runs/*/{MANIFEST}"))
+
+    with subprocess.Popen([*base, *map(str, args), "--out", str(out)], stdout=-1, stderr=-1, text=True) as process:
+        until(lambda: [path.name[:3] for path in begun() if not is_finished(path)] == ["all"], process)
+        process.kill()
+        _, err = process.communicate(timeout=30)
+    assert "ssp:lr=1e18, trial 1: missed 50 % accuracy, diverged" in err
+    (first,) = (path for path in begun() if is_finished(path))
+    before = (first / RECORDS).read_bytes()
+    done = subprocess.run([*base, "--resume", out, "--json"], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 2 runs are there already" in done.stderr and "Traceback" not in done.stderr
+    assert (first / RECORDS).read_bytes() == before
+    told = json.loads(done.stdout)
+    assert {entry["name"]: entry["reached"] for entry in told["entries"]} == {"allreduce": 1, "ssp:lr=1e18": 0}
+    assert told["verdict"] == ["not a result: 1 trial each, and at least 3 are needed"] and not told["result"]
+    assert "diverged" in (out / "trials.csv").read_text()
+    assert len({read_manifest(path).seed for path in begun()}) == 2
+
+
+def test_a_process_that_starts_nurseries_ends_them_and_itself() -> None:
+    warm = Warm()
+    first, second = warm.launch(), warm.launch()
+    first.close()
+    first.close()
+    second.close()
+    warm.close()
+    with pytest.raises(RunFailed, match="is gone"):
+        warm.launch()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [(cli.Terminated(15), cli.Terminated, "stopped; "), (RunFailed("no space"), RunFailed, "")],
+)
+def test_whoever_stops_it_is_told_how_to_go_on(
+    error: BaseException, raised: type, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    def fail(self: Train, trial: Trial) -> None:
+        raise error
+
+    monkeypatch.setattr(Train, "__call__", fail)
+    out = tmp_path / "study"
+    with pytest.raises(raised) as ended:
+        command("compare", "digits-mlp", "--strategies", "allreduce", "--target", 0.5, "--out", out)
+    message = capfd.readouterr().err + str(ended.value)
+    assert f"{said}finished runs are kept; go on with: torrential compare --resume {out}" in message
+
+
+# -- simulated --------------------------------------------------------------------------------------------------------
+def test_the_same_rules_for_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What is given in steps is of the first entry; the others get as many samples."""
+    (tmp_path / "even.toml").write_text(CLUSTER)
+    out = tmp_path / "study"
+    args = ("digits-mlp", "--strategies", "allreduce,ssp:staleness=2,allreduce:batch_size=8", "--target", 0.99)
+    args += ("--trials", 1, "--workers", "2,4", "--cluster", tmp_path / "even.toml", "--out", out)
+    args += ("--steps", 24, "--set", "evaluate_every=8", "--servers", 2)
+    command("compare", *args, "--json")
+    told = json.loads(capfd.readouterr().out)
+    entries = read_question(out).entries
+    assert [(e.name, e.steps, e.evaluate_every) for e in entries] == [
+        ("allreduce · 2 workers", 24, 8),  # of 64 samples
+        ("allreduce · 4 workers", 12, 4),
+        ("ssp:staleness=2 · 2 workers", 48, 16),  # of 32
+        ("ssp:staleness=2 · 4 workers", 48, 16),
+        ("allreduce:batch_size=8 · 2 workers", 96, 32),
+        ("allreduce:batch_size=8 · 4 workers", 48, 16),
+    ]
+    assert told["interval"] == 512 and {entry["world"] for entry in told["entries"]} == {"sim"}
+    assert [entry["servers"] for entry in told["entries"]] == [0, 0, 2, 2, 0, 0]
+    assert [entry["missed"] for entry in told["entries"]] == [1] * 6
+    assert (out / "report.html").stat().st_size > 1000
+    before = {path: path.read_bytes() for path in out.rglob(RECORDS)}
+    command("compare", *args)  # once more: nothing to do
+    assert "6 of 6 runs are there already" in capfd.readouterr().err
+    assert before == {path: path.read_bytes() for path in out.rglob(RECORDS)}
+    message = refused("compare", *args, "--seed", 1)
+    assert message == f"{out} holds another study (seed: 0 there, 1 asked); choose another --out"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((), "which task?"),
+        (("digits",), "which strategies?"),
+        (("digits", "--strategies", "allreduce"), "digits has no target of its own; give one with --target"),
+        (("digits", "--strategies", "allreduce,sp", "--target", 0.9), "no strategy named 'sp'; did you mean 'ssp'?"),
+        (("digits", "--strategies", "allreduce,ssp:stalenes=1", "--target", 0.9), "ssp:stalenes=1: no option named"),
+        (("digits", "--strategies", "allreduce", "--target", 97), "an accuracy is between 0 and 1"),
+        (("digits", "--strategies", "backup", "--target", 0.9, "--workers", 1), "backup: somebody must be waited for"),
+        (("digits", "--strategies", "ssp", "--target", 0.9, "--workers", "2,x"), "whole numbers, as in 2,4"),
+        (("digits", "--strategies", "ssp", "--target", 0.9, "--set", "slow"), "--set takes name=value"),
+        (("digits", "--strategies", "ssp", "--target", 0.9, "--set", "evaluate_every=x"), "evaluate_every must be"),
+        (("digits", "--strategies", "ssp", "--target", 0.9, "--set", "evaluate_every=0"), "evaluate_every must be"),
+        (("digits", "--strategies", "ssp", "--target", 0.9, "--tune", "lr=0.1,fast"), "lr must be a number"),
+        (("digits", "--strategies", "ssp", "--target", 0.9, "--cluster", "moon"), "no cluster named 'moon'"),
+        (("digits", "--strategies", "ssp", "--target", 0.9, "--world", "moon"), "no world named 'moon'"),
+        (("--resume", "nowhere"), "nowhere holds no study"),
+        (("digits", "--resume", "nowhere", "--trials", 3), "leave out --trials"),
+        (
+            (
+                "digits",
+                "--strategies",
+                "allreduce,allreduce:batch_size=26",
+                "--target",
+                0.9,
+                "--set",
+                "evaluate_every=1",
+            ),
+            "an evaluation every 64 samples is no whole number of steps of allreduce:batch_size=26; "
+            "use --set evaluate_every=3",
+        ),
+    ],
+)
+def test_what_is_refused_before_anything_is_made(
+    args: tuple[object, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in refused("compare", *args)
+    assert os.listdir() == []
+
+
+# -- report -----------------------------------------------------------------------------------------------------------
+def test_a_report_of_a_directory_of_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for i in range(4):
+        write_run(tmp_path / f"a{i}", config("allreduce", seed=i), 4.0 + i / 10)
+        write_run(tmp_path / f"s{i}", config("ssp", seed=i), 2.0 + i / 10)
+    command("report", tmp_path, "--json")
+    streams = capfd.readouterr()
+    told = json.loads(streams.out)
+    assert told["verdict"][0] == "ssp reached 90 % accuracy soonest (2.150 s on average, 4 trials)"
+    assert told["report"] == str(tmp_path / "report.html") and (tmp_path / "report.html").exists()
+    assert "ssp reached 90 % accuracy soonest" in streams.err and f"report: {tmp_path}" in streams.err
+
+
+def test_nothing_to_report(tmp_path: Path) -> None:
+    assert refused("report", tmp_path).startswith(f"there is no run in {tmp_path}")
+    assert refused("report", tmp_path / "none").startswith("there is no directory")
+    assert os.listdir(tmp_path) == []
