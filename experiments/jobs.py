@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,6 +62,35 @@ def run_all(
         for one in running:
             one.process.wait()
     return waiting
+
+
+def run_missing(
+    commands: Mapping[str, list[str]],
+    *,
+    out: Path,
+    at_once: int,
+    deadline: float,
+    expected: Callable[[str], float | None],
+    came: Callable[[str], str | None],
+) -> list[str]:
+    """Runs those of which nothing has come yet, and tells how each ended; gives the names of those that
+    failed. `came` is what came of a run in words, or None. Their logs are in OUT/logs."""
+    todo = [Job(name, command) for name, command in commands.items() if came(name) is None]
+    failed, done = list[str](), 0
+
+    def ended(job: Job, well: bool, left: float) -> None:
+        nonlocal done
+        done += 1
+        said = came(job.name)
+        if said is None:
+            failed.append(job.name)
+            said = f"failed: {last_line(out / 'logs' / f'{job.name}.log')}"
+        print(f"[{done}/{len(todo)}] {job.name}: {said} · {left / 60:.1f} min left", file=sys.stderr, flush=True)
+
+    skipped = run_all(todo, at_once=at_once, deadline=deadline, logs=out / "logs", expected=expected, ended=ended)
+    if skipped:
+        print(f"no time for {len(skipped)} of {len(todo)} runs; call again to go on", file=sys.stderr)
+    return failed
 
 
 def _left(running: list[_Running], waiting: list[Job], at_once: int, expected: Callable[[str], float | None]) -> float:

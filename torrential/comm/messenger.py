@@ -129,7 +129,7 @@ class Messenger:
             self.reach(rank)
 
     def reach(self, rank: int) -> Peer | None:
-        """The connection to a member. Where there is none, or it is lost, a lower rank is dialled; a higher one dials."""
+        """The connection to a member. Where there is none, or it is lost, lower ranks are dialled; higher ones dial."""
         peer = self._peers.get(rank)
         if peer is not None and not peer.lost:
             return peer
