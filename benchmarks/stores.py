@@ -108,7 +108,7 @@ class Store:
     def add_and_get(self, gradient: Tensor) -> Tensor:
         part = self.values[: gradient.numel()]
         part.add_(gradient)
-        return part
+        return part.clone()  # of a view Ray would send all that it is a view of
 
 
 def plain(setup: Setup) -> None:
