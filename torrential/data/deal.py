@@ -23,9 +23,8 @@ class Share:
     """What one member takes in one step."""
 
     indices: Tensor  # (n,) long; empty when there are fewer samples left than members
-    micro_batches: list[Tensor]  # the same, cut in pieces of batch_size; an empty share has none
+    micro_batches: dict[int, Tensor]  # the same in pieces, by number among those of all members; none is empty
     total: int  # samples of all members together
-    first: int  # number of its first micro-batch among those of all members
 
 
 class Deal:
@@ -37,13 +36,17 @@ class Deal:
         self.samples, self.seed, self.epoch, self.cursor = samples, seed, epoch, cursor
 
     def share(self, member: int, members: int, batch_size: int, accumulate: int = 1) -> Share:
-        """What `member` of `members` takes in the step at the cursor; the cursor stays."""
+        """What `member` of `members` takes in the step at the cursor; the cursor stays.
+
+        With `accumulate` it takes the parts of so many members, of as many times more: cut as each would have it."""
         assert 0 <= member < members, (member, members)
-        take = min(self.samples - self.cursor, members * batch_size * accumulate)
-        first, last = part(take, member, members, batch_size)
-        indices = order(self.samples, self.seed, self.epoch)[self.cursor + first : self.cursor + last]
-        pieces = [indices[at : at + batch_size] for at in range(0, len(indices), batch_size)]
-        return Share(indices, pieces, take, member * accumulate)
+        pieces = members * accumulate
+        take = min(self.samples - self.cursor, pieces * batch_size)
+        mine = range(member * accumulate, (member + 1) * accumulate)
+        parts = {number: part(take, number, pieces, batch_size) for number in mine}
+        joined = order(self.samples, self.seed, self.epoch)[self.cursor : self.cursor + take]
+        indices = joined[parts[mine[0]][0] : parts[mine[-1]][1]]
+        return Share(indices, {n: joined[first:last] for n, (first, last) in parts.items() if first < last}, take)
 
     def advance(self, taken: int) -> None:
         """Moves past a step that took `taken` samples (its share's total); past the last sample a new epoch begins."""

@@ -36,7 +36,8 @@ class AllReduce(Strategy, frozen=True, kw_only=True):
     summary: ClassVar[str] = "synchronous: gradients are summed over all workers at every step"
 
     accumulate: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Micro-batches per worker and step."""
+    """Micro-batches per worker and step. One worker with accumulate=k takes the steps of k workers: the same pieces of
+    every batch (a short last one too), the same random numbers, batch-norm statistics of the first piece."""
     overlap: bool = True
     """Whether buckets are summed while backward goes on, or all of them after it."""
 

@@ -200,18 +200,22 @@ class Worker:
         return 0.0
 
     def _work(self, share: Share) -> float:
-        total = 0.0
-        for number, indices in enumerate(share.micro_batches):
-            seed_all(self.device, self.config.seed, 1, self.step, share.first + number)
+        total, buffers = 0.0, list[Tensor]()
+        for done, (number, indices) in enumerate(share.micro_batches.items(), start=1):
+            seed_all(self.device, self.config.seed, 1, self.step, number)
             inputs, targets = self._batches.fetch(indices)
             if self._resize is not None:
                 inputs = self._resize.apply(inputs, self._resize.at(self.samples / self._schedule.total))
             loss = self.task.loss(self.model(inputs), targets)
             weight = len(indices) / share.total
-            if number == len(share.micro_batches) - 1:
+            if done == 1 < len(share.micro_batches):
+                buffers = [b.clone() for b in buffers_of(self.model).values()]
+            if done == len(share.micro_batches):
                 self._watch.arm()
             (loss if weight == 1.0 else loss * weight).backward()
             total += float(loss.detach()) * len(indices)
+        if buffers:  # statistics are those of the first, as with a worker for each
+            torch._foreach_copy_(list(buffers_of(self.model).values()), buffers)
         self._watch.end()
         return total
 
