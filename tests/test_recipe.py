@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,9 +17,11 @@ import torrential as tt
 from torrential.config import Recipe
 from torrential.data.deal import Deal
 from torrential.errors import BadInput
-from torrential.optim.recipe import make_recipe
+from torrential.optim.recipe import describe, make_recipe, without_effect
 from torrential.optim.schedule import Schedule
+from torrential.prepare import Request, prepare
 from torrential.records import Event
+from torrential.worlds.base import Job
 
 SAMPLES = 1000
 
@@ -72,6 +75,19 @@ def test_a_batch_grows_where_the_rate_would_fall_until_a_tenth_of_the_data() -> 
         assert noise == pytest.approx(decayed.rate(seen, 4))
 
 
+@pytest.mark.parametrize(
+    ("joined", "says"),
+    [
+        (4, ["batch × 5 at epochs 2, 4", "rate × 0.2 at epochs 6 (batch grows no more: it would pass a tenth"]),
+        (40, ["rate × 0.2 at epochs 2, 4, 6 (batch grows nowhere: it would pass a tenth of the data, 100 samples)"]),
+    ],
+)
+def test_what_is_said_of_growth_is_what_happens(joined: int, says: list[str]) -> None:
+    one = schedule(epochs=10, schedule="step", factor=0.2, milestones=[0.2, 0.4, 0.6], grow=True)
+    said = describe(one.recipe, one, joined, nn.Linear(1, 1)).split("; ")
+    assert len(said) == len(says) and all(part.startswith(start) for part, start in zip(said, says, strict=True))
+
+
 def test_options_are_exceptions_to_a_recipe() -> None:
     assert make_recipe({"recipe": "goyal", "scaling": "sqrt", "milestones": "0.5,0.75"}) == Recipe(
         recipe="goyal",
@@ -106,6 +122,59 @@ def test_bad_options(options: dict[str, object], says: str) -> None:
 def test_an_unknown_recipe_is_told_the_nearest() -> None:
     with pytest.raises(BadInput, match=r"none or goyal .*did you mean 'goyal'"):
         make_recipe({"recipe": "goyel"})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"milestones": "0.5"}, ["milestones has no effect without schedule=step"]),
+        (
+            {"schedule": "cosine", "factor": 0.2, "power": 1},
+            ["factor has", "power has no effect without schedule=poly"],
+        ),
+        ({"layerwise": "lamb", "trust": 0.01}, ["trust has no effect without layerwise=lars"]),
+        ({"warmup_kind": "constant", "base_batch": 8}, ["warmup_kind has", "base_batch has"]),
+        ({"ghost": 16}, ["ghost=16 has no effect: batches are of 12 samples per worker"]),
+        ({"recipe": "goyal", "milestones": "0.5", "base_batch": 8, "warmup_kind": "constant", "ghost": 12}, []),
+    ],
+)
+def test_options_without_effect_are_named(options: dict[str, object], says: list[str]) -> None:
+    one = schedule(**options)
+    said = without_effect(one.recipe, options, one, 12, small_net())
+    assert len(said) == len(says) and all(line.startswith(start) for line, start in zip(said, says, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"ghost": 4}, "is for batch norm, which the model has none of"),
+        ({"zero_gamma": True}, "finds no residual block"),
+    ],
+)
+def test_what_the_model_has_no_place_for_is_refused(options: dict[str, object], says: str) -> None:
+    one = schedule(**options)
+    with pytest.raises(BadInput, match=says):
+        without_effect(one.recipe, options, one, 12, nn.Linear(1, 1))
+
+
+def prepared(out: Path, **asked: Any) -> Job:
+    return prepare(Request(**{"task": a_task(), "options": {}, "device": "cpu"} | asked), out)
+
+
+def test_lars_at_the_rate_of_sgd_is_warned_of(tmp_path: Path) -> None:
+    (said,) = prepared(tmp_path / "a", options={"layerwise": "lars"}).warnings
+    assert said.startswith("LARS wants a much larger rate than SGD") and said.endswith("try --lr 5")
+    assert not prepared(tmp_path / "b", options={"layerwise": "lars"}, lr=5.0).warnings
+
+
+def test_servers_do_not_know_grow_whatever_else_it_needs(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="bsp does not know grow; leave it out, or use --strategy allreduce"):
+        prepared(tmp_path / "run", strategy="bsp", options={"grow": True})
+
+
+def test_more_hosts_than_workers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"more hosts than workers \(hosts: 3, workers: 2\)"):
+        prepared(tmp_path / "run", workers=2, options={"algorithm": "hierarchical", "hosts": 3})
 
 
 # -- training -----------------------------------------------------------------------------------------------------
@@ -159,11 +228,17 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def test_accumulation_emulates_workers_exactly(tmp_path: Path) -> None:
-    """T8.1, with batch norm per worker and dropout: ten steps of 2 x 12 and of 1 x (12 + 12)."""
-    task = a_task(momentum=0.9, weight_decay=1e-3)
-    two = weights(task, tmp_path / "two", workers=2)
-    one = weights(task, tmp_path / "one", workers=1, accumulate=2)
-    assert largest_difference(two, one) < 1e-6
+    """T8.1, with batch norm per worker and dropout: ten steps of 2 x 12 and of 1 x (12 + 12), and a last one of 2 + 3.
+    Of batch norm's running statistics too: what is evaluated is the same."""
+    task = a_task(momentum=0.9, weight_decay=1e-3, samples=245)
+    two, one = (
+        tt.train(task, out=tmp_path / str(workers), progress=False, workers=workers, accumulate=2 // workers)
+        for workers in (2, 1)
+    )
+    assert one.summary.steps == two.summary.steps == 11
+    states = [{n: t.double() for n, t in run.model.state_dict().items()} for run in (two, one)]
+    assert "1.norm.running_mean" in states[0] and largest_difference(*states) < 1e-6
+    assert one.summary.value == two.summary.value
 
 
 def test_ghost_batch_norm_is_accumulation_in_one_go(tmp_path: Path) -> None:

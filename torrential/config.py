@@ -66,19 +66,23 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     power: float = 2.0
     """Of a poly schedule."""
     grow: bool = False
-    """At milestones the batch grows instead of the rate falling, as long as it is at most a tenth of the data."""
+    """At milestones the batch grows instead of the rate falling, as long as it is at most a tenth of the data; at those
+    that are left the rate falls."""
     decay_norms: bool = True
     """Whether weight decay applies to normalisation layers and biases too."""
     zero_gamma: bool = False
-    """Whether the last normalisation of every residual block starts at zero."""
+    """Whether the last normalisation of every residual block starts at zero. A block names it by a property last_norm;
+    torchvision's are known."""
     ghost: int | None = None
     """Batch norm over groups of this many samples inside a worker's batch."""
     layerwise: Literal["none", "lars", "lamb"] = "none"
-    """Put LARS in the place of SGD, or LAMB in the place of Adam."""
+    """Put LARS in the place of SGD, or LAMB in the place of Adam. LARS wants a much larger rate than SGD, often a
+    hundred times: give it with --lr."""
     trust: float = 0.001
     """LARS's trust coefficient."""
     resize: str | None = None
-    """Progressive resizing of images: "0:0.5,0.6:1" is half size at first, full size from 60 % of the run."""
+    """Progressive resizing of images: "0:0.5,0.6:1" is half size at first, full size from 60 % of the run. The model
+    must take images of any size."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):

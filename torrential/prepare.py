@@ -24,7 +24,7 @@ from torrential.config import Recipe, RunConfig, Settings
 from torrential.data.batches import Batches
 from torrential.data.resize import Resize
 from torrential.errors import BadInput, TaskFailed, UnknownName
-from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe
+from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe, without_effect
 from torrential.optim.schedule import schedule_of
 from torrential.options import make
 from torrential.records import Evaluation, Summary
@@ -86,6 +86,8 @@ def prepare(asked: Request, out: Path | None) -> Job:
             f"more workers than training samples (workers: {asked.workers}, samples: {samples}); "
             f"use --workers {samples}"
         )
+    if settings.hosts > asked.workers:
+        raise BadInput(f"more hosts than workers (hosts: {settings.hosts}, workers: {asked.workers}); use fewer hosts")
     model, sample = _try_once(task)
     device = _device(asked.device)
     servers = _servers(asked, strategy, settings, model)
@@ -115,7 +117,7 @@ def prepare(asked: Request, out: Path | None) -> Job:
         cluster=cluster,
         base_batch=recipe.base_batch or asked.task.batch_size,
     )
-    changes = _check_recipe(config, strategy, task, model, sample)
+    changes, warnings = _check_recipe(config, strategy, task, model, sample, asked)
     directory = records.create_run_directory(out or _fresh_directory(task.name, asked.strategy))
     versions, hardware = records.describe_machine()
     manifest = records.Manifest(
@@ -129,7 +131,7 @@ def prepare(asked: Request, out: Path | None) -> Job:
     )
     records.write_manifest(directory, manifest)
     _lock(directory)
-    return Job(config, task, strategy, directory, changes=changes)
+    return Job(config, task, strategy, directory, changes=changes, warnings=warnings)
 
 
 def _cluster(asked: Request, settings: Settings, servers: int) -> dict[str, Any] | None:
@@ -176,9 +178,15 @@ def _servers(asked: Request, strategy: Strategy, settings: Settings, model: nn.M
     return servers
 
 
-def _check_recipe(config: RunConfig, strategy: Strategy, task: Task, model: nn.Module, sample: Sample) -> str:
-    """Refuse what cannot work; say in one line what the recipe changes."""
+def _check_recipe(
+    config: RunConfig, strategy: Strategy, task: Task, model: nn.Module, sample: Sample, asked: Request
+) -> tuple[str, list[str]]:
+    """Refuse what cannot work; say in one line what the recipe changes, and in others what is likely a mistake."""
     recipe = config.recipe
+    refused = {"resize": recipe.resize is not None, "grow": recipe.grow, "scaling=loss": recipe.scaling == "loss"}
+    if strategy.served and any(refused.values()):
+        wrong = " and ".join(name for name, is_given in refused.items() if is_given)
+        raise BadInput(f"{config.strategy} does not know {wrong}; leave it out, or use --strategy allreduce")
     joined = strategy.joined(config.workers, config.batch_size)
     if joined > config.samples:
         fits = config.samples * config.batch_size // joined
@@ -188,20 +196,22 @@ def _check_recipe(config: RunConfig, strategy: Strategy, task: Task, model: nn.M
             f"use --batch-size {fits or 1}" + ("" if fits else f" and a smaller {several}")
         )
     schedule = schedule_of(config, joined)
-    given = {"resize": recipe.resize is not None, "grow": recipe.grow, "scaling=loss": recipe.scaling == "loss"}
-    if strategy.served and any(given.values()):
-        wrong = " and ".join(name for name, is_given in given.items() if is_given)
-        raise BadInput(f"{config.strategy} does not know {wrong}; leave it out, or use --strategy allreduce")
     adapted = adapt_optimizer(recipe, task.optimizer, model)
     if recipe.layerwise != "none" and strategy.optimizer(adapted).kind is not adapted.kind:
         raise BadInput(
             f"layerwise={recipe.layerwise} would have no effect: servers of {config.strategy} have an optimizer of "
             "their own; add --set server=task"
         )
+    warnings = without_effect(recipe, asked.options, schedule, config.batch_size, model)
+    if recipe.layerwise == "lars" and asked.lr is None:
+        warnings.append(
+            f"LARS wants a much larger rate than SGD, often a hundred times (the task's: {config.lr:g}); "
+            f"try --lr {100 * config.lr:g}"
+        )
     model = adapt_model(recipe, model)
     if recipe.resize is not None:
         _try_resized(Resize.parse(recipe.resize), task, model, sample)
-    return describe(recipe, schedule, joined, model)
+    return describe(recipe, schedule, joined, model), warnings
 
 
 def _try_resized(resize: Resize, task: Task, model: nn.Module, sample: Sample) -> None:

@@ -68,7 +68,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field=
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="event"):
     """Something that happens rarely: worker_lost, worker_joined, regrouped, resumed, target_reached, stopped,
-    algorithms_chosen."""
+    algorithms_chosen, recipe, warning."""
 
     event: str
     time: float
@@ -95,7 +95,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     reached: bool | None  # None without a target
     time_to_target: float | None
     bytes_sent: int
-    staleness_mean: float | None
+    staleness_mean: float | None  # None where no update can be stale, as in allreduce
     staleness_max: int | None
     events: int
     out: str

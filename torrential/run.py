@@ -134,8 +134,9 @@ def _execute(job: Job, launch: Launch | None, listener_for: Callable[[Job], Any]
             event = Event(event="resumed", time=job.elapsed, step=job.checkpoint.step)
             writer.write(event)
         listener: Listener = listener_for(job)
-        if job.changes:
-            event = Event(event="recipe", time=0.0, detail=job.changes)
+        said = [("recipe", job.changes)] if job.changes else []
+        for kind, line in [*said, *(("warning", line) for line in job.warnings)]:
+            event = Event(event=kind, time=0.0, detail=line)
             writer.write(event)
             listener.record(event)
         try:
@@ -197,7 +198,8 @@ def summarise(job: Job, history: list[Record]) -> Summary:
 
 
 def _staleness(steps: list[Step]) -> dict[str, Any]:
-    """Over all updates on record, of every worker. Its counts begin anew when it is replaced or the run resumed."""
+    """Over all updates on record, of every worker; None where none can be stale. Counts begin anew when a worker is
+    replaced or the run resumed."""
     ended, newest = [], dict[int, dict[int, int]]()
     for step in steps:
         before = newest.get(step.worker, {})
@@ -206,8 +208,10 @@ def _staleness(steps: list[Step]) -> dict[str, Any]:
         newest[step.worker] = step.staleness
     counts = [(versions, times) for life in [*ended, *newest.values()] for versions, times in life.items()]
     updates = sum(times for _, times in counts)
-    mean = sum(versions * times for versions, times in counts) / updates if updates else 0.0
-    return {"staleness_mean": mean, "staleness_max": max((versions for versions, _ in counts), default=0)}
+    if not updates:
+        return {"staleness_mean": None, "staleness_max": None}
+    mean = sum(versions * times for versions, times in counts) / updates
+    return {"staleness_mean": mean, "staleness_max": max(versions for versions, _ in counts)}
 
 
 def planned_steps(job: Job) -> int | None:

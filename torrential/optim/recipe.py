@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from torrential.config import Recipe
 from torrential.errors import BadInput
@@ -78,15 +80,14 @@ def describe(recipe: Recipe, schedule: Schedule, joined: int, model: nn.Module) 
     if schedule.warmup:
         parts.append(f"{recipe.warmup_kind} warm-up over {schedule.warmup / schedule.samples:.3g} epochs")
     if recipe.schedule == "step":
-        at = ", ".join(f"{m * schedule.total / schedule.samples:.3g}" for m in recipe.milestones)
-        what = f"batch × {1 / recipe.factor:g}" if recipe.grow else f"rate × {recipe.factor:g}"
-        parts.append(f"{what} at epochs {at}")
+        parts += _steps(recipe, schedule, joined)
     elif recipe.schedule != "constant":
         parts.append(f"{recipe.schedule} decay")
     if not recipe.decay_norms:
         parts.append(f"no weight decay on {len(exempt(model))} norm and bias tensors")
-    if recipe.zero_gamma and (blocks := zero_last_gamma(model)):
-        parts.append(f"last gamma zero in {len(blocks)} blocks")
+    if recipe.zero_gamma:
+        blocks = zero_last_gamma(model)
+        parts.append(f"last gamma zero in {len(blocks)} blocks" if blocks else "no last gamma to set to zero")
     if recipe.ghost is not None:
         parts.append(f"batch norm over {recipe.ghost} samples")
     if recipe.layerwise != "none":
@@ -94,3 +95,41 @@ def describe(recipe: Recipe, schedule: Schedule, joined: int, model: nn.Module) 
     if recipe.resize is not None:
         parts.append(f"images resized {recipe.resize}")
     return "; ".join(parts)
+
+
+def _steps(recipe: Recipe, schedule: Schedule, joined: int) -> list[str]:
+    """What a step schedule does at its milestones: first the batch grows, as long as it may, then the rate falls."""
+    grows = schedule.growths(joined)
+    at = [f"{m * schedule.total / schedule.samples:.3g}" for m in recipe.milestones]
+    parts = [f"batch × {1 / recipe.factor:g} at epochs {', '.join(at[:grows])}"] if grows else []
+    if at[grows:]:
+        more = "no more" if grows else "nowhere"
+        why = f" (batch grows {more}: it would pass a tenth of the data, {schedule.samples // 10} samples)"
+        parts.append(f"rate × {recipe.factor:g} at epochs {', '.join(at[grows:])}" + (why if recipe.grow else ""))
+    return parts
+
+
+def without_effect(
+    recipe: Recipe, given: Collection[str], schedule: Schedule, batch_size: int, model: nn.Module
+) -> list[str]:
+    """A line for each option that was given and changes nothing because of others. Refuses what the model has no place
+    for."""
+    if recipe.ghost is not None and not any(isinstance(m, _BatchNorm) for m in model.modules()):
+        raise BadInput(f"ghost={recipe.ghost} is for batch norm, which the model has none of; leave it out")
+    if recipe.zero_gamma and "zero_gamma" in given and not zero_last_gamma(model):
+        raise BadInput(
+            "zero_gamma finds no residual block in the model; give its blocks a property last_norm, or leave it out"
+        )
+    used = {
+        "milestones": (recipe.schedule == "step", "schedule=step"),
+        "factor": (recipe.schedule == "step", "schedule=step"),
+        "power": (recipe.schedule == "poly", "schedule=poly"),
+        "trust": (recipe.layerwise == "lars", "layerwise=lars"),
+        "warmup_kind": (schedule.warmup > 0, "warmup"),
+        "base_batch": (recipe.scaling != "none", "scaling"),
+    }
+    idle = [name for name, (is_used, _) in used.items() if name in given and not is_used]
+    lines = [f"{name} has no effect without {used[name][1]}" for name in idle]
+    if recipe.ghost is not None and recipe.ghost > batch_size:
+        lines.append(f"ghost={recipe.ghost} has no effect: batches are of {batch_size} samples per worker")
+    return lines

@@ -99,14 +99,19 @@ class Schedule:
 
     def growth(self, seen: int, joined: int) -> int:
         """How many times the joined batch is taken at once, in the place of drops of the rate."""
+        return int(self._times ** min(self._drops(seen), self.growths(joined)))
+
+    def growths(self, joined: int) -> int:
+        """At how many milestones the batch grows, until once more would make it larger than a tenth of the data."""
         if not self.recipe.grow:
-            return 1
-        times, grown = round(1 / self.recipe.factor), 1
-        for _ in range(self._drops(seen)):
-            if joined * grown * times > self.samples / 10:
-                break
-            grown *= times
-        return grown
+            return 0
+        return sum(
+            joined * self._times**count <= self.samples / 10 for count in range(1, len(self.recipe.milestones) + 1)
+        )
+
+    @property
+    def _times(self) -> int:
+        return round(1 / self.recipe.factor)
 
     def remedy(self, seen: int, rate: float) -> str:
         """What to do about a loss that is no number, after so many samples and with this rate."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +24,7 @@ class Job:
     directory: Path
     checkpoint: Checkpoint | None = None  # where to go on from
     changes: str = ""  # what the recipe changes, in one line
+    warnings: Sequence[str] = ()  # what is likely a mistake, a line each
     elapsed: float = 0.0  # seconds that the run had taken by then
     evaluated: Mapping[tuple[str, int], float] = field(default_factory=dict)  # (split, step) on record: their times
 
