@@ -282,8 +282,11 @@ def test_a_run_over_sockets_records_what_it_picks_and_why(run_cli: Any, home: Pa
         return [e for e in events if e.event == "algorithms_chosen"], json.loads(done.stdout)
 
     (first,), summary = run("first", "unix")
-    assert first.detail.startswith("measured; 1,000 bytes: ") and first.detail.count(" ms, next ") == 6
+    measured, predicted = first.detail.split("; ", 1)
+    assert measured.startswith("measured in ") and measured.endswith(" s, which count as time of the run")
+    assert predicted.startswith("predicted from times at 1,024 to ") and predicted.count(" ms, next ") == 6
+    assert "100,000,000 bytes (extrapolated): " in predicted
     assert costs.load(home / "first" / "costs.json") == costs.load(costs.cache_path("unix", 2)) is not None
     (second,), again = run("second", "unix")
-    assert second.detail == first.detail.replace("measured", "known from an earlier run", 1)
+    assert second.detail == f"known from an earlier run; {predicted}"
     assert again["bytes_sent"] == summary["bytes_sent"]  # measuring counts for nothing

@@ -145,7 +145,11 @@ class Chooser:
         return self.table.choose(nbytes, len(self._comm.members), self._names)
 
     def describe(self) -> str:
-        return "; ".join(f"{size:,} bytes: {self.choice(size).reason}" for size in SHOWN)
+        assert self.table is not None, "settle first"
+        sizes = [size for points in self.table.measured.values() for size, _ in points]
+        least, most = min(sizes), max(sizes)
+        picks = [f"{n:,} bytes{' (extrapolated)' if n > most else ''}: {self.choice(n).reason}" for n in SHOWN]
+        return f"predicted from times at {least:,} to {most:,} bytes; {'; '.join(picks)}"
 
     def _agree(self, vector: Tensor) -> Tensor:
         gathered: Tensor = self._comm.all_gather(vector).wait()

@@ -167,14 +167,16 @@ class LocalComm(LocalMail):
         self.generation, self.members, self._began = go.generation, tuple(go.members), go.began
 
     def _settle(self, chooser: Chooser) -> None:
-        """Agree on what to pick from. It is no part of training, so it counts for nothing there."""
-        before = dataclasses.replace(self.meter)
+        """Agree on what to pick from. What is sent for it is no part of training and not counted; the time it takes is
+        time of the run, and the record says so."""
+        before, began = dataclasses.replace(self.meter), self.now()
         try:
             origin = chooser.settle()
         finally:
             vars(self.meter).update(vars(before))
         if origin is not None and self.rank == self.members[0]:
-            detail = f"{origin}; {chooser.describe()}"
+            took = f" in {self.now() - began:.1f} s, which count as time of the run" if origin == "measured" else ""
+            detail = f"{origin}{took}; {chooser.describe()}"
             self._link.send(m.Recorded(Event(event="algorithms_chosen", time=self.now(), detail=detail)))
 
     def _await(self, kind: type[W], generation: int) -> W | None:
