@@ -72,6 +72,8 @@ BAD = [
     ({"rounds": 0}, "--rounds must be at least 1 (given: 0)"),
     ({"algorithms": "rign"}, "no algorithm named 'rign'; did you mean 'ring'?"),
     ({"algorithms": "ring,"}, "no algorithm named ''"),
+    ({"algorithms": "gloo"}, "Gloo is called native here; use --algorithms native"),
+    ({"algorithms": "hierarchical,ring"}, "train with --set algorithm=hierarchical --set hosts=2"),
     ({"sizes": "4PB"}, "(given: '4PB'); try 64KB"),
     ({"sizes": "1KB,,2KB"}, "(given: '')"),
     ({"sizes": "0"}, "(given: '0')"),

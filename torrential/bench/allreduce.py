@@ -24,6 +24,12 @@ from torrential.worlds.local.supervisor import LocalWorld
 SIZES = "1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB,100MB"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 TRANSPORTS = ("shared", "unix", "tcp")
+ELSEWHERE = {
+    "gloo": "Gloo is called native here; use --algorithms native",
+    "nccl": "NCCL sums on GPUs, which are not measured here; leave it out of --algorithms",
+    "hierarchical": "hierarchical needs hosts to pretend and is not measured here; leave it out of --algorithms, or "
+    "train with --set algorithm=hierarchical --set hosts=2",
+}
 
 
 class Ask(NamedTuple):
@@ -80,7 +86,7 @@ def ask(workers: int, sizes: str, transport: str, algorithms: str | None, rounds
         if name == "shared" and transport != "shared":
             raise BadInput(f"shared needs --transport shared (given: {transport}); leave it out of --algorithms")
         if name not in here:
-            raise UnknownName("algorithm", name, here)
+            raise BadInput(ELSEWHERE[name]) if name in ELSEWHERE else UnknownName("algorithm", name, here)
     unique = list(dict.fromkeys(names))
     return Ask(workers, sorted({_bytes(text) for text in sizes.split(",")}), transport, unique, rounds, fresh)
 

@@ -147,13 +147,13 @@ class _Member:
 
     # -- measuring ----------------------------------------------------------------------------------------------
     def _measure(self, tensor: Tensor) -> None:
+        chooser = self._comm.chooser
+        self._tell(Picked(tensor.nbytes, "shared" if chooser is None else chooser.pick(tensor.nbytes)))
         once: dict[str, float] = {}
         for name in self._asked.algorithms:
             self._check(name, tensor)
             tensor.zero_()  # so that repeated sums stay finite
             once[name] = min(timed(self._all_reduce, self._agree, name, tensor, 1) for _ in range(3))
-        chooser = self._comm.chooser
-        self._tell(Picked(tensor.nbytes, "shared" if chooser is None else chooser.pick(tensor.nbytes)))
         for number in range(self._asked.rounds):
             for name in Random(number).sample(list(once), len(once)):  # so that nobody always comes after the same one
                 repetitions = max(1, min(MAX_REPETITIONS, int(BLOCK_SECONDS / once[name])))

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torrential.bench.allreduce import Ask, Result, Row, decode
-from torrential.bench.member import Calibrated, Measured
+from torrential.bench.member import CALIBRATION_SECONDS, Calibrated, Measured, Picked
 from torrential.comm.costs import Fitted
 from torrential.errors import BadInput
 from torrential.progress import byte_count
@@ -20,6 +20,10 @@ from torrential.records import Event, Record
 
 LINE_SECONDS = 2.0
 WIDTH = 124  # what the table needs with all algorithms
+LEGEND = (
+    "* the least median, auto's included. / best: auto's time divided by that one's; / gloo: by Gloo's (native); both "
+    "are medians of the ratios within a round. In brackets: interpolated from the times of the calibration."
+)
 
 
 class Watching:
@@ -41,6 +45,8 @@ class Watching:
             news = decode(record)
             if isinstance(news, Calibrated):
                 self._doing = "costs are known"
+            elif isinstance(news, Picked):
+                self._doing = f"{byte_count(news.nbytes)} checking every sum"
             elif isinstance(news, Measured):
                 self._done += 1
                 self._doing = f"{byte_count(news.nbytes)} {news.name}"
@@ -48,7 +54,7 @@ class Watching:
 
     def worker_state(self, worker: int, state: str) -> None:
         if state == "training":
-            self._doing = "calibrating"
+            self._doing = f"calibrating, for about {CALIBRATION_SECONDS:.0f} s"
 
     def tick(self) -> None:
         now = time.monotonic()
@@ -72,8 +78,7 @@ def table(result: Result) -> RenderableType:
     for row in result.rows:
         ratios = (f"{ratio:.2f}" if ratio else "" for ratio in (row.auto_over_best, row.auto_over_gloo))
         shown.add_row(byte_count(row.bytes), *(_cell(row, name) for name in names), row.picked, *ratios)
-    legend = f"* the quickest; / best, / gloo: auto against these. {result.machine}"
-    return Group(shown, Text(legend), Text(noise(result)), Text(describe(result.fitted)))
+    return Group(shown, Text(LEGEND), Text(result.machine), Text(noise(result)), Text(describe(result.fitted)))
 
 
 def _cell(row: Row, name: str) -> Text:
@@ -99,7 +104,9 @@ def noise(result: Result) -> str:
 def describe(fitted: Fitted) -> str:
     costs = fitted.costs
     rates = [f"{1e-9 / cost:.3g} GB/s {what}" for cost, what in ((costs.byte, "sent"), (costs.reduce, "added")) if cost]
+    most = max(size for points in fitted.measured.values() for size, _ in points)
     return (
+        f"Calibrated up to {byte_count(most)}; predictions beyond are extrapolated. "
         f"Fitted to messages over {fitted.transport} ({fitted.when}): {1e6 * costs.latency:.3g} µs a message, "
         f"{', '.join(rates)}; these costs alone are off by {100 * fitted.error():.0f} % (median)."
     )
