@@ -178,9 +178,17 @@ def test_the_final_table_tells_how_it_ended() -> None:
     for part in (
         "downpour, 4 workers, 2 servers, world local", "97.34 %", "97 % reached after 10.25 s", "97 % not reached",
         "900 steps, 57,600 samples in 12.00 s, 4,800 samples/s", "123 MB", "2.500 on average, at most 7", "runs/a",
-        "not measured",
+        "not measured", "test accuracy",
     ):  # fmt: skip
         assert part in text
+
+
+def test_the_final_table_counts_one_and_leaves_out_what_has_no_meaning() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(final_table(summary(strategy="allreduce", workers=1, servers=0, steps=1, staleness_mean=None)))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "allreduce, 1 worker, world local" in text and "1 step, 57,600 samples" in text and "staleness" not in text
 
 
 def test_numbers_are_written_as_a_person_would() -> None:

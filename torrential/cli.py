@@ -50,10 +50,14 @@ def train(
     workers: Annotated[int | None, typer.Option(help="Worker processes; 1 by default.")] = None,
     servers: Annotated[int | None, typer.Option(help="Parameter servers; 1 for strategies that need them.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; the task's own by default.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Stop after this many steps.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Stop after this many steps; ssp and downpour finish what is under way.")
+    ] = None,
     target: Annotated[float | None, typer.Option(help="Stop when validation reaches this value.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per worker and step.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate; the task's own by default.")] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate; the task's own by default (LARS wants a larger one).")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random; 0 by default.")] = None,
     device: Annotated[str | None, typer.Option(help="auto (the default), cpu or cuda.")] = None,
     world: Annotated[str | None, typer.Option(help="local (this machine's processes, the default) or sim.")] = None,
@@ -149,7 +153,8 @@ def allreduce(
     ] = None,
     transport: Annotated[str, typer.Option(help="What auto may use: shared (memory), unix or tcp.")] = "shared",
     algorithms: Annotated[
-        str | None, typer.Option(help="Some of shared, native (Gloo), naive, ring, ... and auto; all by default.")
+        str | None,
+        typer.Option(help="Some of shared, native (Gloo), naive, direct, ring, halving, blocks, tree, auto; or all."),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Times that each is measured, in turns; the median counts.")] = 15,
     fresh: Annotated[bool, typer.Option("--fresh", help="Calibrate even if this machine's costs are known.")] = False,

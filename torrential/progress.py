@@ -213,16 +213,19 @@ def final_table(summary: Summary) -> RenderableType:
 
 
 def _final_rows(summary: Summary) -> Iterable[tuple[str, str]]:
-    servers = f", {summary.servers} servers" if summary.servers else ""
+    servers = f", {counted(summary.servers, 'server')}" if summary.servers else ""
     yield "task", f"{summary.task} (seed {summary.seed})"
-    yield "strategy", f"{summary.strategy}, {summary.workers} workers{servers}, world {summary.world}"
-    yield summary.metric, "not measured" if summary.value is None else metric_value(summary.metric, summary.value)
+    workers = counted(summary.workers, "worker")
+    yield "strategy", f"{summary.strategy}, {workers}{servers}, world {summary.world}"
+    value = "not measured" if summary.value is None else metric_value(summary.metric, summary.value)
+    yield f"test {summary.metric}", value
     if summary.target is not None:
         target = metric_value(summary.metric, summary.target)
         after = "" if summary.time_to_target is None else f" after {number(summary.time_to_target)} s"
         yield "target", f"{target} reached{after}" if summary.reached else f"{target} not reached"
     rate = f", {summary.samples / summary.seconds:,.0f} samples/s" if summary.seconds > 0 else ""
-    yield "trained", f"{summary.steps:,} steps, {summary.samples:,} samples in {number(summary.seconds)} s{rate}"
+    trained = f"{counted(summary.steps, 'step')}, {counted(summary.samples, 'sample')}"
+    yield "trained", f"{trained} in {number(summary.seconds)} s{rate}"
     yield "sent", byte_count(summary.bytes_sent)
     if summary.staleness_mean is not None:
         most = "" if summary.staleness_max is None else f", at most {summary.staleness_max:,}"
@@ -257,6 +260,10 @@ def number(value: float) -> str:
     if not math.isfinite(value) or value == 0 or not 1e-4 <= abs(value) < 1e7:
         return f"{value:.4g}"
     return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
 def metric_value(metric: str, value: float) -> str:
