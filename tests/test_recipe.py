@@ -163,8 +163,8 @@ def prepared(out: Path, **asked: Any) -> Job:
 
 def test_lars_at_the_rate_of_sgd_is_warned_of(tmp_path: Path) -> None:
     (said,) = prepared(tmp_path / "a", options={"layerwise": "lars"}).warnings
-    assert said.startswith("LARS wants a much larger rate than SGD") and said.endswith("try --lr 5")
-    assert not prepared(tmp_path / "b", options={"layerwise": "lars"}, lr=5.0).warnings
+    assert said.startswith("LARS wants a much larger rate than SGD") and said.endswith("try --lr 2")
+    assert not prepared(tmp_path / "b", options={"layerwise": "lars"}, lr=2.0).warnings
 
 
 def test_servers_do_not_know_grow_whatever_else_it_needs(tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     ghost: int | None = None
     """Batch norm over groups of this many samples inside a worker's batch."""
     layerwise: Literal["none", "lars", "lamb"] = "none"
-    """Put LARS in the place of SGD, or LAMB in the place of Adam. LARS wants a much larger rate than SGD, often a
-    hundred times: give it with --lr."""
+    """Put LARS in the place of SGD, or LAMB in the place of Adam. LARS wants a much larger rate than SGD, 10 to 100
+    times: give it with --lr."""
     trust: float = 0.001
     """LARS's trust coefficient."""
     resize: str | None = None

@@ -205,8 +205,8 @@ def _check_recipe(
     warnings = without_effect(recipe, asked.options, schedule, config.batch_size, model)
     if recipe.layerwise == "lars" and asked.lr is None:
         warnings.append(
-            f"LARS wants a much larger rate than SGD, often a hundred times (the task's: {config.lr:g}); "
-            f"try --lr {100 * config.lr:g}"
+            f"LARS wants a much larger rate than SGD, 10 to 100 times (the task's: {config.lr:g}); "
+            f"try --lr {40 * config.lr:g}"
         )
     model = adapt_model(recipe, model)
     if recipe.resize is not None:
