@@ -1,16 +1,16 @@
 """Every test must leave the machine as it found it: no process, shared memory, private directory or socket behind."""
 
 import contextlib
-import importlib.util
 import os
+import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import command
 import psutil
 import pytest
 
@@ -142,9 +142,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm(mark: None, own_cache: None) -> Iterator[None]:
-    """Processes of runs that tests start with tt.train come from one that has torch loaded; those of the command line
-    load it themselves, as they do for a user."""
+    """Processes of runs that tests start with tt.train come from one that has torch loaded, and so do commands."""
     source = Warm()
+    command.prepare()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "Launch", source.launch)
         yield
@@ -167,35 +167,27 @@ def nothing_left_by_test(mark: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def run_cli() -> Callable[..., subprocess.CompletedProcess[str]]:
+def run_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`run_cli("train", "digits", timeout=60, env={...})` runs the command line in a process of its own.
 
     `env` is added to ours. When time is up the whole tree of processes is killed and the test fails with the output.
     """
-    spec = importlib.util.find_spec("torrential")
-    assert spec is not None and spec.origin is not None
-    here = str(Path(spec.origin).parents[1])  # the same torrential as the tests import, whatever the directory
 
-    def run(
-        *args: object, timeout: float = 60, env: dict[str, str] | None = None, input: str | None = None, **kw: object
-    ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "torrential", *map(str, args)]
-        path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-        streams = {"stdin": subprocess.DEVNULL if input is None else subprocess.PIPE}
-        streams |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen(
-            command, text=True, env=os.environ | {"PYTHONPATH": path} | (env or {}), **streams | kw
-        ) as process:
-            try:
-                out, err = process.communicate(input, timeout)
-            except subprocess.TimeoutExpired:
-                kill_tree(process.pid)
-                out, err = process.communicate()
-                pytest.fail(f"{command} took over {timeout} s\nstdout:\n{out}\nstderr:\n{err}", pytrace=False)
-            except BaseException:  # the test's own time is up, or Ctrl-C
-                kill_tree(process.pid)
+    def run(*args: object, timeout: float = 60, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        words, name = [str(arg) for arg in args], uuid.uuid4().hex
+        streams = [tmp_path / f"{name}.{stream}" for stream in ("out", "err")]
+        process = command.Command(words, *streams, env=env)
+        try:
+            process.wait(timeout)
+        except BaseException as error:  # the test's own time may be up, too
+            kill_tree(process.pid)
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-        return subprocess.CompletedProcess(command, process.returncode, out, err)
+        out, err = (stream.read_text() if stream.exists() else "" for stream in streams)
+        if process.wait() == -signal.SIGKILL:
+            pytest.fail(f"{words} took over {timeout} s\nstdout:\n{out}\nstderr:\n{err}", pytrace=False)
+        return subprocess.CompletedProcess(words, process.wait(), out, err)
 
     return run
 

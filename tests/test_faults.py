@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,13 +14,13 @@ from typing import Any
 
 import psutil
 import pytest
+from command import Command
 
 from torrential.records import Evaluation, Event, Record, Step, Summary, read_records
 
 pytestmark = pytest.mark.timeout(120)
 
 SAMPLES, TESTED = 1350, 297  # of digits, for training and for the last word
-ROOT = Path(__file__).parents[1]
 
 
 class Run:
@@ -30,15 +28,8 @@ class Run:
 
     def __init__(self, out: Path, *args: str) -> None:
         self.out = out
-        command = [sys.executable, "-m", "torrential", "train", *args]
-        self.log = open(out.with_suffix(".log"), "a+")  # noqa: SIM115 (closed by end)
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
-        )
+        log = out.with_suffix(".log")
+        self.process = Command(["train", *args], log, log, {"COLUMNS": "200"})
 
     def roles(self) -> dict[str, psutil.Process]:
         """By the name that each process has given itself: tt-worker-0, tt-observer, ..."""
@@ -89,7 +80,6 @@ class Run:
             for process in [*root.children(recursive=True), root]:
                 process.kill()
         self.process.wait()
-        self.log.close()
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def train(
                 cluster=cluster,
             )
             job = prepare.prepare(asked, out)
-        _err.print(f"run directory: {job.directory}", highlight=False)
+        _err.print(f"run directory: {job.directory}", highlight=False, soft_wrap=True)
         try:
             result = run.execute(
                 job,
@@ -133,7 +133,8 @@ def train(
                 ).__enter__(),
             )
         except (KeyboardInterrupt, Terminated):
-            _err.print(f"stopped; go on with: torrential train --resume {job.directory}", highlight=False)
+            onward = f"torrential train --resume {job.directory}"
+            _err.print(f"stopped; go on with: {onward}", highlight=False, soft_wrap=True)
             raise
         _err.print(final_table(result.summary))
         if json:

@@ -1,0 +1,128 @@
+"""`torrential ...` in a process of its own that has torch loaded already: it is forked, and so is its nursery.
+
+A command that a user gives loads torch twice, here and in the nursery; the suite gives a hundred. Some tests start
+`python -m torrential` itself, as a user does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+from torrential import cli
+from torrential.worlds.local import nursery
+from torrential.worlds.local.launch import Launch
+
+ROOT = Path(__file__).parents[1]
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def prepare() -> None:
+    """Starts the process that all are forked from. It ends with this one."""
+    CONTEXT.set_forkserver_preload([__name__, "torrential.worlds.local.child"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
+    multiprocessing.forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+class Command:
+    """What subprocess.Popen would be for `python -m torrential ARGS`."""
+
+    def __init__(self, args: list[str], out: Path, err: Path, env: dict[str, str] | None = None) -> None:
+        given = (args, str(out), str(err), dict(os.environ) | (env or {}), os.getcwd())
+        self._process = CONTEXT.Process(target=_become, args=given)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("torrential", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _become(args: list[str], out: str, err: str, env: dict[str, str], directory: str) -> None:
+    for number, path in enumerate(("/dev/null", out, err)):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(env)
+    given = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [directory, *given, *(path for path in sys.path if path != str(Path(__file__).parent))]
+    sys.argv = ["torrential", *args]
+    cli.Launch = ForkedNursery  # type: ignore[misc]
+    cli.main()
+
+
+class ForkedNursery(Launch):
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.used = False
+        pid = os.fork()
+        if not pid:
+            self.socket.close()
+            _serve(theirs)
+        theirs.close()
+        self._process = _Child(pid)  # type: ignore[assignment]
+
+
+def _serve(theirs: socket.socket) -> None:
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    code = 1
+    try:
+        nursery.keep_freed_memory()
+        nursery.preload()
+        nursery.serve(theirs.detach())
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class _Child:
+    def __init__(self, pid: int) -> None:
+        self._pid, self._descriptor = pid, os.pidfd_open(pid)
+        self._waited = False
+
+    def kill(self) -> None:
+        if not self._waited:
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._waited:
+            return
+        if not select.select([self._descriptor], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("nursery", timeout or 0.0)
+        os.waitpid(self._pid, 0)
+        os.close(self._descriptor)
+        self._waited = True
