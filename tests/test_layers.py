@@ -17,7 +17,7 @@ LAYERS = [
     {"strategies"},
     {"checkpoint", "trainer"},
     {"worlds", "prepare", "run", "progress"},
-    {"study", "bench"},
+    {"study", "bench", "testing"},
     {"report", "cli", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -102,8 +102,8 @@ class Copies:
                 self._announced, self._cut = request.number, max(dealt, shard.closed)
             for worker in workers:
                 self._comm.post(worker, Marking(number=request.number, cut=self._cut))
-        if all((other.worker, other.request.seq) != (ask.worker, request.seq) for other in self._saves):
-            self._saves.append(ask)
+        same = ask.worker, request.seq  # perhaps addressed by a newer view: the answer has to name that
+        self._saves = [other for other in self._saves if (other.worker, other.request.seq) != same] + [ask]
         self.look(counted)
 
     def mark(self, ask: Ask, counted: Collection[int]) -> None:

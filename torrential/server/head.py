@@ -47,7 +47,6 @@ class Head:
         self._workers: frozenset[int] = frozenset()  # of the view
         self._done: dict[int, int] = {}  # completed clocks of the workers that count
         self._least = 0  # of them
-        self._lives: dict[int, int] = {}  # of the workers that have come back: which
         self._ahead: set[int] = set()  # workers that will not push for the clock that is open
         self._open: dict[int, Clock] = {}  # pushes that wait for others of the same clock
         self._summed = 0  # the operation that the buffer of sums was last used for
@@ -77,21 +76,21 @@ class Head:
     # -- workers come and go -----------------------------------------------------------------------------------------
     def adopt(self, workers: Sequence[int], begin: bool = False) -> None:
         """The workers of a new view. `begin`: all of them start now, together; later ones count when they speak."""
-        shard = self.shard
+        shard, before = self.shard, self._workers
         self._workers = frozenset(workers)
         if begin:
             self._link.commit(Operation("meet", workers=tuple(sorted(workers)), number=shard.closed))
-        known = shard.clocks.keys() | (shard.dealer.holders() if shard.dealer is not None else set())
-        self._forget(known - self._workers)
+        known = before | shard.clocks.keys() | (shard.dealer.holders() if shard.dealer is not None else set())
+        self._forget(known - self._workers, self._link.view)  # whoever comes back has seen a later one
         self._done = {worker: max(clock.least(), self._done.get(worker, 0)) for worker, clock in shard.clocks.items()}
         self._least = min(self._done.values(), default=self._least)
         self._ahead = {worker for worker, done in self._done.items() if done > shard.closed}
         self._look()
 
-    def _forget(self, gone: Collection[int]) -> None:
-        """Workers that are gone, or whose place another has taken."""
+    def _forget(self, gone: Collection[int], life: int) -> None:
+        """Workers that are gone, or whose place another has taken; the next life of each is this one or a later."""
         if gone:
-            self._link.commit(Operation("forget", workers=tuple(sorted(gone))))
+            self._link.commit(Operation("forget", workers=tuple(sorted(gone)), number=life))
         for clock in self._open.values():
             clock.forget(gone)
         tables: list[dict[int, Any]] = [*self._takes.values(), self._done]
@@ -170,10 +169,11 @@ class Head:
             dealt = self._empty if shard.dealer is None else max(self._empty, shard.dealer.dealt)
             return self._copies.save(ask, self._workers, self._done, dealt)
         if worker in self._workers:
-            life = request.seq >> LIFE_BITS
-            if floor and life > self._lives.setdefault(worker, floor >> LIFE_BITS):
-                self._forget({worker})  # it has died and come back
-                self._lives[worker] = life
+            life, known = request.seq >> LIFE_BITS, max(shard.lives.get(worker, 0), floor >> LIFE_BITS)
+            if life < known:
+                return  # it has died, and this came late
+            if life > known > 0:
+                self._forget({worker}, life)  # it has died and come back
             if worker not in shard.clocks:
                 self._meet(worker)
             if request.clock > self._done[worker]:

@@ -43,7 +43,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     scale: float = 1.0
     used: tuple[int, ...] | None = None
     keys: bool = False
-    number: int = 0  # meet, step: the clock; take: samples for each; mark: the checkpoint
+    number: int = 0  # meet, step: the clock; take: samples for each; mark: the checkpoint; forget: the next life
     workers: tuple[int, ...] = ()
     name: str = ""
     options: dict[str, Any] = {}
@@ -87,6 +87,7 @@ class Rest(msgspec.Struct):
     answers: dict[int, dict[int, tuple[Outcome, list[Packed]]]]
     scalars: Scalars
     dealer: Dealer | None
+    lives: dict[int, int] = {}
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Shard:
         self.version, self.closed, self.marked, self.dropped = rest.version, rest.closed, rest.marked, rest.dropped
         self.staleness = rest.staleness  # updates between the read and the push: how often
         self.clocks = {worker: _clock(start, stop, pieces) for worker, pieces in rest.clocks.items()}
-        self.floors = rest.floors
+        self.floors, self.lives = rest.floors, rest.lives  # by worker; lives before these are over
         self.answers: dict[int, dict[int, Result]] = {
             worker: {seq: (outcome, [_unpack(p) for p in packed]) for seq, (outcome, packed) in answers.items()}
             for worker, answers in rest.answers.items()
@@ -181,6 +182,7 @@ class Shard:
             },
             self.optimizer.scalars(),
             self.dealer,
+            self.lives,
         )
 
     # -- operations --------------------------------------------------------------------------------------------------
@@ -297,9 +299,10 @@ class Shard:
         return []
 
     def _forget(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
-        """Workers that are gone."""
+        """Workers that are gone, and what they may still have said in lives before this one."""
         for worker in operation.workers:
             self.clocks.pop(worker, None)
+            self.lives[worker] = max(self.lives.get(worker, 0), operation.number)
         if self.dealer is not None:
             self.dealer.forget(operation.workers)
         return []

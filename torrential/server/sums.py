@@ -32,9 +32,10 @@ class Clock:
 
     def add(self, ask: Ask) -> None:
         asks = self._asks.setdefault(ask.worker, {})
-        if ask.request.seq in asks:
+        again = ask.request.seq in asks
+        asks[ask.request.seq] = ask  # the newest is answered: it may be addressed by a newer view
+        if again:
             return
-        asks[ask.request.seq] = ask
         covered = self._covered.get(ask.worker)
         if covered is None:
             covered = self._covered[ask.worker] = RangeClock(self._start, self._stop)

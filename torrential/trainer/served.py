@@ -97,7 +97,7 @@ class ServedWorker:
         )
         self._saving = Saving(self.comm, self.params, self.outlet, self.model, self.layout, self._states)
         clock = self.params.enter()
-        self.params.get(self.vector).wait()
+        self.params.pull(self.vector, clock=clock).wait()  # ranges that are behind are waited for
         return clock
 
     def take(self, clock: int, minibatches: int = 1, after: int = 0) -> Batch | None:

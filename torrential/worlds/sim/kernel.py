@@ -29,9 +29,8 @@ class Kernel:
         self.events = 0  # that happened
         self.over = False
         self.failures: list[tuple[Role, BaseException]] = []
-        self.between: Callable[[], None] | None = (
-            None  # called after every event: what must always hold is checked here
-        )
+        self.happens: Callable[[float, Callable[..., None], tuple[Any, ...]], None] | None = None  # told of every event
+        self.between: Callable[[], None] | None = None  # called after it: what must always hold is checked here
         self._heap: list[Event] = []
         self._made = 0
         self._cancelled = 0
@@ -39,8 +38,11 @@ class Kernel:
 
     # -- events ---------------------------------------------------------------------------------------------------
     def after(self, seconds: float, do: Callable[..., None], *args: Any) -> Event:
+        return self.at(self.now + seconds, do, *args)
+
+    def at(self, time: float, do: Callable[..., None], *args: Any) -> Event:
         self._made += 1
-        event = [self.now + seconds, self._made, do, args]
+        event = [time, self._made, do, args]
         heappush(self._heap, event)
         return event
 
@@ -64,6 +66,8 @@ class Kernel:
             event[2] = None
             self.now = time
             self.events += 1
+            if self.happens is not None:
+                self.happens(time, do, args)
             do(*args)
             if self.between is not None:
                 self.between()

@@ -41,11 +41,15 @@ class Hub:
         self.network = Network(kernel, cluster.network, trace)
         self.mails: dict[int, SimMail] = {}  # by address; the living
         self.stop = False
+        self.posted: Callable[[int, int, Letter], None] | None = None  # told of every letter, from whom to whom
         self._chance = Random(f"letters {seed}")
+        self._held: dict[tuple[int, int], float] = {}  # until when the last letter of a pair was
         accidents = cluster.accidents
         self.lossy = bool(accidents.loss or accidents.duplication)
 
     def send(self, sender: SimMail, to: int, letter: Letter, nbytes: int) -> None:
+        if self.posted is not None:
+            self.posted(sender.address, to, letter)
         receiver = self.mails.get(to)
         if receiver is None:
             return  # gone; whoever is told of it sends again to another
@@ -56,12 +60,15 @@ class Hub:
             times += self._chance.random() < accidents.duplication
         for _ in range(times):
             if accidents.delay:
-                held = self._chance.random() * accidents.delay
-                self.kernel.after(held, self._send, sender, receiver, letter, nbytes)
+                held = self.kernel.now + self._chance.random() * accidents.delay
+                held = self._held[source, to] = max(held, self._held.get((source, to), 0.0))  # they stay in order
+                self.kernel.at(held, self._send, sender, receiver, letter, nbytes)
             else:
                 self._send(sender, receiver, letter, nbytes)
 
     def _send(self, sender: SimMail, receiver: SimMail, letter: Letter, nbytes: int) -> None:
+        if self.mails.get(sender.address) is not sender:
+            return  # what is held up is lost with the sender
         self.network.send(
             sender.address, sender.host, receiver.address, receiver.host, nbytes, receiver.deliver, letter
         )

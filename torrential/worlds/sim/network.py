@@ -123,12 +123,13 @@ class Network:
             if self._trace is not None and to >= SERVERS:
                 self._trace.span(to_host, to, f"from {source}", start, when)
         self._last[pair] = when
-        self._kernel.after(when - self._kernel.now, deliver, *args)
+        self._kernel.at(when, deliver, *args)  # not after a difference, which would be rounded
 
     # -- faults ---------------------------------------------------------------------------------------------------
     def part(self, side: frozenset[int], seconds: float | None) -> None:
         """What is sent across waits until it is over."""
-        self._held[side] = inf if seconds is None else self._kernel.now + seconds
+        until = inf if seconds is None else self._kernel.now + seconds
+        self._held[side] = max(until, self._held.get(side, 0.0))
 
     def slow(self, side: frozenset[int], delay: float) -> None:
         self._slow[side] = delay

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from random import Random
+from typing import Protocol
 
 import torch
 
@@ -31,16 +32,31 @@ TICK_SECONDS = 0.1  # real ones, between two looks of whoever watches
 MEASURED = 5  # batches, to find out how long one takes here
 
 
+class Watch(Protocol):
+    """Somebody who looks at a simulation from outside of its time; torrential/testing does."""
+
+    def begin(self, kernel: Kernel, hub: Hub, group: Group, views: Views | None) -> None:
+        """Before anything happens."""
+
+    def role(self, address: int, role: Worker | ServedWorker | Server) -> None:
+        """It has just been built."""
+
+    def end(self) -> None:
+        """All workers are finished; servers are still there."""
+
+
 class SimWorld:
     """Implements worlds.base.World."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    def __init__(
+        self, cluster: Cluster, observer: Callable[..., Observer] = Observer, watch: Watch | None = None
+    ) -> None:
+        self._cluster, self._observer, self._watch = cluster, observer, watch
 
     def run(self, job: Job, write: Callable[[Record], None], listener: Listener) -> None:
         threads = torch.get_num_threads()
         torch.set_num_threads(job.config.settings.threads or 1)
-        run = _Run(job, self._cluster, write, listener)
+        run = _Run(job, self._cluster, write, listener, self._observer, self._watch)
         try:
             run.simulate()
         finally:
@@ -49,8 +65,17 @@ class SimWorld:
 
 
 class _Run:
-    def __init__(self, job: Job, cluster: Cluster, write: Callable[[Record], None], listener: Listener) -> None:
+    def __init__(
+        self,
+        job: Job,
+        cluster: Cluster,
+        write: Callable[[Record], None],
+        listener: Listener,
+        make_observer: Callable[..., Observer],
+        watch: Watch | None,
+    ) -> None:
         self._job, self._cluster, self._write_record, self._listener = job, cluster, write, listener
+        self._watch = watch
         config = self._config = job.config
         self._kernel = Kernel()
         self._kernel.now = job.elapsed
@@ -62,7 +87,7 @@ class _Run:
         self._group.regrouped = self._regrouped
         real = torch.device(config.device)
         self._device = torch.device("meta") if dry else real
-        observer = Observer(job.task, config, job.strategy, real, job.directory)
+        observer = make_observer(job.task, config, job.strategy, real, job.directory)
         self._observing = Observing(observer, self._write, job.evaluated)
         self._seconds_per_sample = _seconds_per_sample(job, cluster, real)
         self._roles: dict[int, Role] = {}  # by address
@@ -76,6 +101,8 @@ class _Run:
             self._views = Views(self._hub, self._group, config, self._plan.numel, self._plan.bounds, self._event)
 
     def simulate(self) -> None:
+        if self._watch is not None:
+            self._watch.begin(self._kernel, self._hub, self._group, self._views)
         if self._views is not None:
             for number in range(self._config.servers):
                 self._start_server(number, begins=True)
@@ -87,6 +114,8 @@ class _Run:
         self._plan_faults()
         self._kernel.run()
         self._look_at_the_end()
+        if self._watch is not None:
+            self._watch.end()
         self._observing.close()
 
     def close(self) -> None:
@@ -123,17 +152,24 @@ class _Run:
                 served = ServedWorker(
                     self._job.task, config, strategy, comm, outlet, self._device, self._job.checkpoint, life > 0
                 )
+                self._built(rank, served)
                 strategy.worker(served)  # type: ignore[arg-type]
             else:
                 first = self._job.checkpoint if life == 0 else None
                 host = self._device if self._device.type == "meta" else torch.device("cpu")
-                strategy.worker(Worker(self._job.task, config, strategy, comm, outlet, self._device, host, first))
+                worker = Worker(self._job.task, config, strategy, comm, outlet, self._device, host, first)
+                self._built(rank, worker)
+                strategy.worker(worker)
             self._finished()
 
         computes = self._device.type != "meta"
         comm.role = self._roles[rank] = self._kernel.role(f"worker {rank}", program, uses_torch=computes)
         self._listener.worker_state(rank, "training")
         return comm
+
+    def _built(self, address: int, role: Worker | ServedWorker | Server) -> None:
+        if self._watch is not None:
+            self._watch.role(address, role)
 
     def _finished(self) -> None:
         """A worker's program has come to its end."""
@@ -152,7 +188,9 @@ class _Run:
 
         def program() -> None:
             filled = lambda version: views.filled(number, version)  # noqa: E731
-            Server(mail, plan.layout, plan.spec, plan.consistency, initial=initial, filled=filled).run()
+            server = Server(mail, plan.layout, plan.spec, plan.consistency, initial=initial, filled=filled)
+            self._built(address, server)
+            server.run()
 
         mail.role = self._roles[address] = self._kernel.role(f"server {number}", program, uses_torch=False)
 

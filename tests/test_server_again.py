@@ -1,0 +1,104 @@
+"""Letters that are sent again, or come late: found by random fault schedules (torrential/testing), here one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from network import Hub, MemoryComm, flat_layout
+from torch import Tensor
+
+from torrential.comm.protocol import SERVERS, Letter
+from torrential.server import ring
+from torrential.server.consistency import Consistency
+from torrential.server.messages import LIFE_BITS, Done, Mark, Marking, Pull, Push, Request, Save, View
+from torrential.server.role import Server
+from torrential.server.shard import Initial
+from torrential.task import OptimizerSpec
+
+NUMEL = 8
+
+
+class Desk(MemoryComm):
+    """Keeps what is posted to workers."""
+
+    def __init__(self, hub: Hub) -> None:
+        super().__init__(hub, SERVERS)
+        self.posted: list[tuple[int, Any]] = []
+
+    def post(self, to: int, message: Any, tensors: Sequence[Tensor] = ()) -> None:
+        self.posted.append((to, message))
+
+
+class One:
+    """A server alone, which is told letters and views one by one."""
+
+    def __init__(self, consistency: Consistency) -> None:
+        hub = Hub()
+        self._table = ring.begin([SERVERS], NUMEL)
+        hub.view = View(1, (0, 1), self._table)
+        self.desk = Desk(hub)
+        spec = OptimizerSpec(torch.optim.SGD, 1.0)
+        initial = Initial(torch.zeros(NUMEL))
+        self.server = Server(self.desk, flat_layout(NUMEL), spec, consistency, initial=initial)
+
+    def view(self, version: int, *workers: int) -> None:
+        self.server.handle(Letter(-1, View(version, workers, self._table), []))
+
+    def ask(self, kind: type[Request], worker: int, life: int, nth: int, view: int, **more: Any) -> None:
+        seq = (life << LIFE_BITS) + nth
+        tensors = [torch.ones(NUMEL)] if kind is Push else []
+        request = kind(seq=seq, floor=seq, view=view, spans=((0, NUMEL),), **more)
+        self.server.handle(Letter(worker, request, tensors))
+
+    def answers(self, worker: int) -> list[Done]:
+        return [message for to, message in self.desk.posted if to == worker and isinstance(message, Done)]
+
+    @property
+    def shard(self) -> Any:
+        return self.server._links[0].shard
+
+
+def test_a_push_that_is_addressed_anew_while_it_waits_is_answered_under_its_new_address() -> None:
+    one = One(Consistency(0))
+    one.ask(Push, 0, life=1, nth=1, view=1, clock=0, lr=1.0)
+    one.view(2, 0, 1)
+    one.ask(Push, 0, life=1, nth=1, view=2, clock=0, lr=1.0)
+    one.ask(Push, 1, life=1, nth=1, view=1, clock=0, lr=1.0)
+    assert [done.view for done in one.answers(0)] == [2]
+    assert one.shard.parameters.tolist() == [-2.0] * NUMEL
+
+
+@pytest.mark.parametrize("consistency", [Consistency(None), Consistency(0)], ids=["asynchronous", "synchronous"])
+def test_a_save_that_is_addressed_anew_while_it_waits_is_answered_under_its_new_address(
+    consistency: Consistency,
+) -> None:
+    one = One(consistency)
+    one.ask(Push, 0, life=1, nth=1, view=1, clock=0, lr=1.0)
+    one.ask(Save, 0, life=1, nth=2, view=1, clock=-1, number=1)
+    one.view(2, 0, 1)
+    one.ask(Save, 0, life=1, nth=2, view=2, clock=-1, number=1)
+    cut = max(message.cut for _, message in one.desk.posted if isinstance(message, Marking))
+    for worker in (0, 1):
+        one.ask(Mark, worker, life=1, nth=3, view=2, clock=-1, number=1, cut=cut)
+    one.ask(Push, 1, life=1, nth=4, view=2, clock=0, lr=1.0)
+    saves = [done for done in one.answers(0) if done.seq & 0xFF == 2]
+    assert [(done.view, bool(done.rest)) for done in saves] == [(2, True)]
+
+
+def test_what_a_worker_said_before_it_died_is_not_taken_for_its_successors_word() -> None:
+    one = One(Consistency(0))
+    for worker in (0, 1):
+        one.ask(Push, worker, life=1, nth=1, view=1, clock=0, lr=1.0)
+    one.view(2, 1)
+    one.view(3, 0, 1)
+    one.ask(Push, 0, life=1, nth=2, view=1, clock=1, lr=1.0)
+    assert list(one.shard.clocks) == [1]
+    one.ask(Pull, 0, life=3, nth=1, view=3, clock=1)
+    one.ask(Push, 0, life=1, nth=2, view=1, clock=1, lr=1.0)
+    one.ask(Push, 1, life=1, nth=2, view=3, clock=1, lr=1.0)
+    assert one.shard.closed == 1  # the successor has not pushed
+    one.ask(Push, 0, life=3, nth=2, view=3, clock=1, lr=1.0)
+    assert one.shard.closed == 2 and one.shard.parameters.tolist() == [-4.0] * NUMEL

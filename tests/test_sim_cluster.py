@@ -1,0 +1,133 @@
+"""A cluster is read from TOML and checked before anything runs on it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torrential.errors import BadInput
+from torrential.worlds.sim.cluster import Cluster, Compute, Straggler, make_cluster, read_cluster
+
+EXAMPLE = """
+[compute]
+seconds_per_sample = 0.001
+spread = "pareto"
+shape = 2.5
+[network]
+latency = 50e-6
+[[stragglers]]
+worker = 3
+factor = 4.0
+[[faults]]
+kind = "crash"
+worker = 2
+at = 12.5
+"""
+
+
+def load(path: Path) -> Cluster:
+    return make_cluster(read_cluster(str(path)))
+
+
+def test_a_file_is_read_and_named_after_itself(tmp_path: Path) -> None:
+    path = tmp_path / "rack.toml"
+    path.write_text(EXAMPLE)
+    cluster = load(path)
+    assert cluster.name == "rack" and cluster.compute.spread == "pareto" and cluster.network.latency == 50e-6
+    assert cluster.stragglers[0].worker == 3 and cluster.faults[0].at == 12.5 and cluster.faults[0].lasts is None
+    assert cluster.network.bandwidth == Cluster().network.bandwidth
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"host": 3}, "unknown field `host`"),
+        ({"network": {"latency_seconds": 1.0}}, r"unknown field `latency_seconds` - at `\$.network`"),
+        ({"faults": [{"kind": "crash", "at": 1.0, "worker": 0, "when": 2}]}, r"`when` - at `\$.faults\[0\]`"),
+        ({"network": {"latency": -1e-6}}, "latency"),
+        ({"network": {"bandwidth": 0}}, "bandwidth"),
+        ({"network": {"bandwidth": math.inf}}, "inf is no number that can be used"),
+        ({"compute": {"seconds_per_sample": math.nan}}, "nan is no number"),
+        ({"compute": {"seconds_per_sample": 0.0}}, "seconds_per_sample"),
+        ({"compute": {"seconds_per_sample": "fast"}}, "seconds_per_sample"),
+        ({"compute": {"spread": "normal"}}, "spread"),
+        ({"compute": {"spread": "pareto", "shape": 1.0}}, "exponents above 1"),
+        ({"hosts": 0}, "hosts"),
+        ({"hosts": 2.5}, "hosts"),
+        ({"workers_per_host": -1}, "workers_per_host"),
+        ({"stragglers": [{"factor": 0.5}]}, "factor"),
+        ({"stragglers": [{"every": 0}]}, "every"),
+        ({"accidents": {"loss": 1.0}}, "loss"),
+        ({"accidents": {"mean_time_between_crashes": 0}}, "mean_time_between_crashes"),
+        ({"faults": [{"kind": "fire", "at": 1.0}]}, "kind"),
+        ({"faults": [{"kind": "crash", "worker": 1}]}, "at"),
+        ({"faults": [{"kind": "crash", "at": 1.0}]}, "worker = N or server = N"),
+        ({"faults": [{"kind": "crash", "at": 1.0, "worker": 0, "server": 0}]}, "one worker or one server"),
+        ({"faults": [{"kind": "partition", "at": 1.0}]}, "hosts on one side"),
+        ({"faults": [{"kind": "slow-link", "at": 1.0, "hosts": [0]}]}, "needs a delay"),
+        ({"faults": [{"kind": "crash", "at": 1.0, "worker": 0, "lasts": 0}]}, "lasts"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(table: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        make_cluster(table)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"cannot read .*No such file"):
+        load(tmp_path / "nowhere.toml")
+    for text in (b"hosts = ", b"\xff\xfe"):
+        (tmp_path / "odd.toml").write_bytes(text)
+        with pytest.raises(BadInput, match="is no TOML"):
+            load(tmp_path / "odd.toml")
+
+
+@pytest.mark.parametrize(
+    ("table", "workers", "servers", "says"),
+    [
+        ({"hosts": 2}, 3, 0, r"too small \(hosts: 2; 3 workers at 1 per host need 3\)"),
+        ({"hosts": 2, "workers_per_host": 2}, 4, 0, None),
+        ({"hosts": 2, "workers_per_host": 2}, 4, 3, None),  # servers go where workers are
+        ({"hosts": 3, "workers_per_host": 2, "servers_apart": True}, 4, 2, "and 2 servers apart need 4"),
+        ({"stragglers": [{"worker": 4}]}, 4, 0, r"names worker 4, but there are 4 \(numbered from 0\)"),
+        ({"faults": [{"kind": "crash", "at": 1.0, "server": 1}]}, 4, 1, "names server 1, but there are 1"),
+        ({"faults": [{"kind": "partition", "at": 1.0, "hosts": [2]}], "workers_per_host": 2}, 4, 0, "names host 2"),
+        ({"faults": [{"kind": "partition", "at": 1.0, "hosts": [2]}], "hosts": 3}, 2, 0, None),
+    ],
+)
+def test_whether_roles_fit(table: dict[str, Any], workers: int, servers: int, says: str | None) -> None:
+    cluster = make_cluster(table)
+    if says is None:
+        return cluster.check(workers, servers)
+    with pytest.raises(BadInput, match=says):
+        cluster.check(workers, servers)
+
+
+def test_where_roles_live() -> None:
+    together = Cluster(workers_per_host=2)
+    assert [together.host_of_worker(rank) for rank in range(5)] == [0, 0, 1, 1, 2]
+    assert [together.host_of_server(n, 5, 3) for n in range(3)] == [0, 1, 2]
+    apart = Cluster(workers_per_host=2, servers_apart=True)
+    assert [apart.host_of_server(n, 5, 3) for n in range(3)] == [3, 4, 5] and apart.hosts_of(5, 3) == 6
+
+
+@pytest.mark.parametrize("spread", ["none", "lognormal", "exponential", "pareto"])
+def test_spreads_keep_the_mean(spread: str) -> None:
+    cluster = Cluster(compute=Compute(spread=spread, shape=2.5 if spread == "pareto" else 0.5))  # type: ignore[arg-type]
+    factors = [cluster.factor(0, 1, batch) for batch in range(20_000)]
+    assert sum(factors) / len(factors) == pytest.approx(1.0, rel=0.05)
+    assert (len(set(factors)) == 1) == (spread == "none")
+    assert factors[:5] == [cluster.factor(0, 1, batch) for batch in range(5)]
+
+
+def test_a_straggler_is_slow_for_good_or_once_in_so_many_steps() -> None:
+    cluster = Cluster(stragglers=(Straggler(worker=1, factor=3.0), Straggler(factor=10.0, every=5)))
+    factors = Counter(cluster.factor(0, 0, batch) for batch in range(100))
+    assert factors == {1.0: 80, 10.0: 20}
+    assert Counter(cluster.factor(0, 1, batch) for batch in range(100)) == {3.0: 80, 30.0: 20}
+    for block in range(20):
+        assert Counter(cluster.factor(0, 0, 5 * block + i) for i in range(5))[10.0] == 1

@@ -1,0 +1,58 @@
+"""The last events of a simulation, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from torrential.comm.protocol import SERVERS, Letter
+from torrential.worlds.sim.comm import SimMessenger
+from torrential.worlds.sim.kernel import Role
+from torrential.worlds.sim.mail import SimMail
+
+EVENTS = 150  # kept
+SHOWN = 30
+
+Happened = tuple[float, Callable[..., None], tuple[Any, ...]]  # when, what was called, with what
+
+
+def last(events: Iterable[Happened]) -> list[str]:
+    """Without the turns of roles: what they do shows in their messages."""
+    lines = [f"  {time:10.6f}  {_words(do, args)}" for time, do, args in events if not _is_turn(do)]
+    return lines[-SHOWN:]
+
+
+def _is_turn(do: Callable[..., None]) -> bool:
+    return isinstance(getattr(do, "__self__", None), Role)
+
+
+def _words(do: Callable[..., None], args: tuple[Any, ...]) -> str:
+    owner = getattr(do, "__self__", None)
+    if isinstance(owner, SimMail):
+        return f"{who(owner.address)} gets {_brief(args[0])}"
+    if isinstance(owner, SimMessenger):
+        source, generation, tag = args[0]
+        return f"worker {owner.rank} gets {tag} of generation {generation} from worker {source}"
+    return f"{do.__name__.strip('_')} {', '.join(_brief(a) for a in args if not callable(a))}"
+
+
+def who(address: int) -> str:
+    if address < 0:
+        return "the world"
+    return f"worker {address}" if address < SERVERS else f"server {address - SERVERS}"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Letter):
+        return f"{_brief(value.message)} from {who(value.source)}"
+    if isinstance(value, SimMail):
+        return who(value.address)
+    if isinstance(value, msgspec.Struct):
+        fields = {n: getattr(value, n) for n in value.__struct_fields__}
+        if "seq" in fields:
+            fields["seq"] &= 0xFFFFFFFF
+        told = (f"{n}={v}" for n, v in fields.items() if not isinstance(v, bytes) and v not in (0, False, None, "", ()))
+        return f"{type(value).__name__}({', '.join(told)})"
+    return str(value) if isinstance(value, int | float | str) else type(value).__name__

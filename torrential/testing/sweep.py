@@ -1,0 +1,158 @@
+"""Run schedules, and say what is wrong."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from torrential.config import RunConfig, Settings
+from torrential.errors import RunFailed, WorkerFailed
+from torrential.records import Evaluation, Record
+from torrential.strategies import make_strategy
+from torrential.task import OptimizerSpec, Task
+from torrential.testing.audit import Audit, Violation
+from torrential.testing.events import last
+from torrential.testing.schedule import Schedule, draw
+from torrential.trainer.observer import Observer
+from torrential.trainer.snapshot import Snapshot
+from torrential.worlds.base import Job
+from torrential.worlds.sim.cluster import make_cluster
+from torrential.worlds.sim.world import SimWorld
+
+INPUTS, HIDDEN, CLASSES = 5, 8, 3
+RATE = 0.05
+MOST_SAMPLES = 100
+
+
+class Failure(Exception):
+    """Says what is wrong, in which schedule, and how to see it again."""
+
+    def __init__(self, seed: int, text: str) -> None:
+        self.seed = seed
+        super().__init__(seed, text)
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+def check(seed: int) -> str:
+    """Run the schedule of a seed; raises Failure. Returns what was lost in it, so that it could not end well, or ""."""
+    schedule = draw(seed)
+    audit = Audit(_job(schedule), linear=not schedule.momentum and schedule.options.get("server") != "adagrad")
+    try:
+        simulate(schedule, audit)
+        return ""
+    except RunFailed as error:
+        if audit.lost and not isinstance(error, WorkerFailed):  # that is an exception nobody meant
+            return audit.lost
+        wrong = f"the run failed: {error}{_traceback(error.__cause__)}"
+    except Violation as violation:
+        wrong = str(violation)
+    except Exception as error:
+        wrong = f"an error{_traceback(error)}"
+    again = f"again: python -m torrential.testing --seed {seed}"
+    raise Failure(
+        seed, "\n".join([f"seed {seed}: {wrong}", str(schedule), "the last events:", *last(audit.events), again])
+    )
+
+
+def _traceback(error: BaseException | None) -> str:
+    return "" if error is None else "\n" + "".join(traceback.format_exception(error)).rstrip()
+
+
+def simulate(schedule: Schedule, audit: Audit | None = None) -> tuple[list[Record], list[bytes]]:
+    """Its records, and the parameters of its checkpoints."""
+    records: list[Record] = []
+    observer = Forgetful(audit)
+    world = SimWorld(make_cluster(schedule.cluster), observer.of, audit)
+    world.run(_job(schedule), records.append, _Silent())
+    return records, observer.saved
+
+
+def _job(schedule: Schedule) -> Job:
+    task = _task(schedule.samples, schedule.momentum)
+    config = RunConfig(
+        task=task.name,
+        source=None,
+        strategy=schedule.strategy,
+        options=schedule.options,
+        world="sim",
+        workers=schedule.workers,
+        servers=schedule.servers,
+        epochs=schedule.epochs,
+        steps=schedule.steps,
+        target=None,
+        samples=schedule.samples,
+        batch_size=schedule.batch_size,
+        lr=RATE,
+        optimizer={},
+        seed=schedule.seed,
+        device="cpu",
+        settings=msgspec.convert(schedule.settings, Settings),
+    )
+    return Job(config, task, make_strategy(schedule.strategy, schedule.options), Path("nowhere"))
+
+
+@functools.cache
+def _task(samples: int, momentum: bool) -> Task:
+    chance = torch.Generator().manual_seed(1)
+    inputs = torch.randn(MOST_SAMPLES, INPUTS, generator=chance, dtype=torch.float64)
+    targets = torch.randint(CLASSES, (MOST_SAMPLES,), generator=chance)
+    data = TensorDataset(inputs[:samples], targets[:samples])
+    spec = OptimizerSpec(torch.optim.SGD, RATE, {"momentum": 0.9} if momentum else {})
+    return Task(model=_model, loss=F.cross_entropy, train=data, validation=data, test=data, optimizer=spec)
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES)).double()
+
+
+class Forgetful(Observer):
+    """Evaluates nothing and keeps nothing but bytes."""
+
+    has_buffers = False
+
+    def __init__(self, audit: Audit | None) -> None:
+        self._audit = audit
+        self.saved: list[bytes] = []
+
+    def of(self, task: Task, config: RunConfig, *others: Any) -> Observer:
+        self.task, self.config = task, config
+        return self
+
+    def load(self, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None: ...
+
+    def load_saved(self) -> Snapshot | None:
+        return None
+
+    def evaluate(self, snapshot: Snapshot, split: str) -> Evaluation:
+        where = {"step": snapshot.step, "epoch": snapshot.epoch, "samples": snapshot.samples}
+        return Evaluation(split=split, value=0.0, loss=0.0, time=snapshot.time, **where)
+
+    def save(
+        self,
+        snapshot: Snapshot,
+        flat: Mapping[str, Tensor],
+        rest: Mapping[str, Tensor],
+        workers: Mapping[int, Mapping[str, Tensor]],
+    ) -> None:
+        self.saved += [flat[name].numpy().tobytes() for name in sorted(flat)]
+        if self._audit is not None:
+            self._audit.snapshot(snapshot, flat)
+
+
+class _Silent:
+    def record(self, record: Record) -> None: ...
+
+    def worker_state(self, worker: int, state: str) -> None: ...
+
+    def tick(self) -> None: ...
