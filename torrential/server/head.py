@@ -312,7 +312,7 @@ class Head:
         if first is not None:
             abstained = len(opened.abstained) if opened is not None else 0
             willing = len(self._done) - len(self._ahead) - abstained
-            return arrived > 0 and arrived - abstained >= min(first, willing)
+            return bool(self._done) and arrived - abstained >= min(first, willing)
         if arrived + len(self._ahead) < len(self._done) or not self._done:
             return False
         there = self._ahead.union(opened.complete if opened is not None else ())

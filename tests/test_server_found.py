@@ -1,4 +1,4 @@
-"""Letters that are sent again, or come late: found by random fault schedules (torrential/testing), here one by one."""
+"""What random fault schedules (torrential/testing) found in servers, here letter by letter."""
 
 from __future__ import annotations
 
@@ -102,3 +102,13 @@ def test_what_a_worker_said_before_it_died_is_not_taken_for_its_successors_word(
     assert one.shard.closed == 1  # the successor has not pushed
     one.ask(Push, 0, life=3, nth=2, view=3, clock=1, lr=1.0)
     assert one.shard.closed == 2 and one.shard.parameters.tolist() == [-4.0] * NUMEL
+
+
+@pytest.mark.parametrize("first", [None, 1])
+def test_clocks_that_nobody_is_left_to_push_for_are_closed(first: int | None) -> None:
+    """All workers died and came back, where a range had been behind: they begin with the clock of the one ahead."""
+    one = One(Consistency(0, first=first))
+    for worker in (0, 1):
+        one.ask(Pull, worker, life=1, nth=1, view=1, clock=2)
+    assert one.shard.closed == 2 and one.shard.version == 0
+    assert len(one.answers(0)) == len(one.answers(1)) == 1
