@@ -183,6 +183,17 @@ def test_the_final_table_tells_how_it_ended() -> None:
         assert part in text
 
 
+def test_virtual_seconds_are_named_and_ours_are_beside_them() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with Progress(900, 4, "accuracy", None, console, live=False, clock=Clock(), virtual=True) as progress:
+        progress.record(Event(event="worker_lost", time=0.25, worker=1))
+    console.print(final_table(summary(world="sim"), took=3.5))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    for part in ("0.2500 virtual s · worker lost", "after 10.25 virtual s", "in 12.00 virtual s", "in 3.500 s of ours"):
+        assert part in text
+
+
 def test_the_final_table_counts_one_and_leaves_out_what_has_no_meaning() -> None:
     console = Console(file=io.StringIO(), width=100)
     console.print(final_table(summary(strategy="allreduce", workers=1, servers=0, steps=1, staleness_mean=None)))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -82,7 +83,7 @@ def train(
     with _launching(local=world != "sim" and cluster is None) as launch:
         from torrential import prepare, records, run
         from torrential.data import find
-        from torrential.progress import Progress, final_table
+        from torrential.progress import final_table
         from torrential.tasks import load_task
 
         find.set_data_dir(data_dir)
@@ -125,18 +126,13 @@ def train(
             job = prepare.prepare(asked, out)
         _err.print(f"run directory: {job.directory}", highlight=False, soft_wrap=True)
         try:
-            result = run.execute(
-                job,
-                launch,
-                lambda j: Progress(
-                    run.planned_steps(j), j.config.workers, j.task.metric_name, j.config.target, _err
-                ).__enter__(),
-            )
+            began = time.monotonic()
+            result = run.execute(job, launch, lambda j: run.show_progress(j, _err))
         except (KeyboardInterrupt, Terminated):
             onward = f"torrential train --resume {job.directory}"
             _err.print(f"stopped; go on with: {onward}", highlight=False, soft_wrap=True)
             raise
-        _err.print(final_table(result.summary))
+        _err.print(final_table(result.summary, time.monotonic() - began))
         if json:
             print(records.encode(result.summary).decode())
 

@@ -50,9 +50,11 @@ class Progress:
         console: Console,
         live: bool | None = None,  # None: as the console is a terminal
         clock: Callable[[], float] = time.monotonic,
+        virtual: bool = False,  # whether the run's time is not ours
     ) -> None:
         self._total, self._metric, self._target = total_steps, metric, target
         self._console, self._clock = console, clock
+        self._began, self._virtual = clock(), virtual
         self._states = dict.fromkeys(range(workers), "starting")
         self._shares: dict[int, Shares] = {}
         self._losses: dict[int, float] = {}
@@ -94,12 +96,13 @@ class Progress:
                 if not self._live:
                     self._print(
                         f"step {record.step:,} · epoch {record.epoch:,} · {self._metric_line(record.split)} · "
-                        f"{record.split} loss {number(record.loss)} · {record.samples:,} samples in {record.time:.1f} s"
+                        f"{record.split} loss {number(record.loss)} · {record.samples:,} samples in "
+                        f"{seconds(record.time, self._virtual)}"
                     )
             case Event():
                 if record.event == "worker_lost" and record.worker is not None:
                     self._states[record.worker] = "lost"
-                self._print(_event_line(record))
+                self._print(_event_line(record, self._virtual))
             case Summary():
                 pass  # the command line prints final_table
         self.tick()
@@ -158,6 +161,8 @@ class Progress:
         parts = [f"loss {number(sum(losses) / len(losses))}"] if losses else []
         parts += [self._metric_line(split) for split in self._held_out]
         parts += [f"{rate:,.0f} samples/s"] if rate is not None else []
+        if self._virtual and self._points:
+            parts += [seconds(self._points[-1][1], True), f"{self._clock() - self._began:.1f} s of ours"]
         return " · ".join(parts)
 
     def _metric_line(self, split: str) -> str:
@@ -202,18 +207,19 @@ class Progress:
         self._console.print(Text(line), soft_wrap=True, highlight=False)
 
 
-def final_table(summary: Summary) -> RenderableType:
-    """The end of a run for a person to read."""
+def final_table(summary: Summary, took: float | None = None) -> RenderableType:
+    """The end of a run for a person to read. `took`: seconds of ours, which a simulated run does not know."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _final_rows(summary):
+    for name, value in _final_rows(summary, took):
         table.add_row(name, Text(value))
     return table
 
 
-def _final_rows(summary: Summary) -> Iterable[tuple[str, str]]:
+def _final_rows(summary: Summary, took: float | None) -> Iterable[tuple[str, str]]:
     servers = f", {counted(summary.servers, 'server')}" if summary.servers else ""
+    unit = "virtual s" if summary.world == "sim" else "s"
     yield "task", f"{summary.task} (seed {summary.seed})"
     workers = counted(summary.workers, "worker")
     yield "strategy", f"{summary.strategy}, {workers}{servers}, world {summary.world}"
@@ -221,11 +227,13 @@ def _final_rows(summary: Summary) -> Iterable[tuple[str, str]]:
     yield f"test {summary.metric}", value
     if summary.target is not None:
         target = metric_value(summary.metric, summary.target)
-        after = "" if summary.time_to_target is None else f" after {number(summary.time_to_target)} s"
+        after = "" if summary.time_to_target is None else f" after {number(summary.time_to_target)} {unit}"
         yield "target", f"{target} reached{after}" if summary.reached else f"{target} not reached"
     rate = f", {summary.samples / summary.seconds:,.0f} samples/s" if summary.seconds > 0 else ""
     trained = f"{counted(summary.steps, 'step')}, {counted(summary.samples, 'sample')}"
-    yield "trained", f"{trained} in {number(summary.seconds)} s{rate}"
+    yield "trained", f"{trained} in {number(summary.seconds)} {unit}{rate}"
+    if took is not None and summary.world == "sim":
+        yield "simulated", f"in {number(took)} s of ours"
     yield "sent", byte_count(summary.bytes_sent)
     if summary.staleness_mean is not None:
         most = "" if summary.staleness_max is None else f", at most {summary.staleness_max:,}"
@@ -249,10 +257,12 @@ def _shares(shares: Shares) -> tuple[Text, Text]:
     return bar, words
 
 
-def _event_line(event: Event) -> str:
+def _event_line(event: Event, virtual: bool) -> str:
     about = [f"worker {event.worker}"] if event.worker is not None else []
     about += [f"step {event.step:,}"] if event.step is not None else []
-    return " · ".join([f"{event.time:.1f} s", event.event.replace("_", " "), *about, *filter(None, [event.detail])])
+    return " · ".join(
+        [seconds(event.time, virtual), event.event.replace("_", " "), *about, *filter(None, [event.detail])]
+    )
 
 
 def number(value: float) -> str:
@@ -260,6 +270,10 @@ def number(value: float) -> str:
     if not math.isfinite(value) or value == 0 or not 1e-4 <= abs(value) < 1e7:
         return f"{value:.4g}"
     return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
+
+
+def seconds(value: float, virtual: bool) -> str:
+    return f"{number(value)} virtual s" if virtual else f"{value:.1f} s"
 
 
 def counted(count: int, what: str) -> str:

@@ -113,10 +113,16 @@ def _listener(job: Job, show: bool | None) -> Any:
         return Silent()
     from rich.console import Console
 
+    return show_progress(job, Console(stderr=True))
+
+
+def show_progress(job: Job, console: Any) -> Any:
+    """A listener that shows on `console` what it is told."""
     from torrential.progress import Progress
 
+    config = job.config
     return Progress(
-        planned_steps(job), job.config.workers, job.task.metric_name, job.config.target, Console(stderr=True)
+        planned_steps(job), config.workers, job.task.metric_name, config.target, console, virtual=config.world == "sim"
     ).__enter__()
 
 
