@@ -152,6 +152,29 @@ def test_a_table_of_another_machine_or_format_is_ignored(home: Path) -> None:
         assert costs.load(costs.cache_path("unix", 4)) is None
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"members": 0},
+        {"costs": Costs(-1.0, 0.0, 0.0)},
+        {"lines": {"ring": (-1.0, 0.0)}},
+        {"measured": {"ring": []}},
+        {"measured": {"ring": [(0, 1.0)]}},
+        {"measured": {"ring": [(10**30, 1.0)]}},
+        {"measured": {"ring": [(8, 1.0), (4, 1.0)]}},
+        {"measured": {"ring": [(4, 0.0)]}},
+    ],
+    ids=str,
+)
+def test_a_table_that_no_measurement_can_have_given_is_ignored(home: Path, change: dict[str, Any]) -> None:
+    path = home / "costs.json"
+    kept = costs.fitted(samples(TRUE), "unix", 4, "")
+    costs.save(path, kept)
+    assert costs.load(path) == kept
+    path.write_bytes(json.dumps(msgspec.to_builtins(kept) | msgspec.to_builtins(change)).encode())
+    assert costs.load(path) is None
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_text("in the way")

@@ -16,6 +16,7 @@ times themselves, beyond them it is better, and it holds for another number of m
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -179,8 +180,17 @@ def load(path: Path) -> Fitted | None:
         found = msgspec.json.decode(path.read_bytes(), type=Fitted)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    known = set(found.measured) <= {*ALGORITHMS, *found.lines}
-    return found if found.format == FORMAT and found.machine == machine() and found.measured and known else None
+    return found if found.format == FORMAT and found.machine == machine() and _sound(found) else None
+
+
+def _sound(table: Fitted) -> bool:
+    """Whether there is something to predict from, and nothing that no measurement can have given."""
+    known = set(table.measured) <= {*ALGORITHMS, *table.lines}
+    prices = [*dataclasses.astuple(table.costs), *itertools.chain(*table.lines.values())]
+    sizes = [[size for size, _ in points] for points in table.measured.values()]
+    rising = all(own and own == sorted(set(own)) and own[0] > 0 and own[-1] < 1 << 63 for own in sizes)
+    positive = all(seconds > 0 for points in table.measured.values() for _, seconds in points)
+    return table.members > 1 and bool(sizes) and known and rising and positive and all(price >= 0 for price in prices)
 
 
 def save(path: Path, table: Fitted) -> None:

@@ -38,15 +38,16 @@ class Schedule:
                 f"warm-up is longer than the run (warmup: {recipe.warmup:g} epochs, run: {epochs:.3g}); "
                 f"use --set warmup={epochs / 10:.1g}"
             )
-        if recipe.schedule == "step" and recipe.milestones and recipe.milestones[0] * self.total < self.warmup:
-            raise BadInput(
-                f"the rate would fall before warm-up is over (warmup: {recipe.warmup:g} epochs, first milestone at "
-                f"{recipe.milestones[0] * epochs:.3g}); use --set warmup={epochs / 10:.1g}"
-            )
         if not all(0 < m <= 1 for m in recipe.milestones) or list(recipe.milestones) != sorted(recipe.milestones):
             raise BadInput(f"milestones are rising fractions of the run (given: {recipe.milestones}); try 0.5,0.75")
-        if not 0 < recipe.factor < 1:
-            raise BadInput(f"factor must be between 0 and 1 (given: {recipe.factor}); try --set factor=0.1")
+        if recipe.schedule == "step" and recipe.milestones and recipe.milestones[0] * self.total < self.warmup:
+            first = recipe.milestones[0] * epochs
+            raise BadInput(
+                f"the rate would fall before warm-up is over (warmup: {self.warmup / self.samples:.3g} epochs, "
+                f"first milestone at {first:.3g}); use --set warmup={min(epochs / 10, first / 2):.1g}"
+            )
+        if not 1e-9 <= recipe.factor < 1:
+            raise BadInput(f"factor must be between 1e-9 and 1 (given: {recipe.factor}); try --set factor=0.1")
         if recipe.power <= 0:
             raise BadInput(f"power must be above zero (given: {recipe.power})")
         if recipe.grow and recipe.schedule != "step":
