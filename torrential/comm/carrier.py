@@ -54,6 +54,7 @@ class Carrier:
         self.rank, self.meter, self.timeout = rank, meter, timeout
         self.check = check  # raises Regrouped when membership has changed
         self.overdue: Callable[[Operation, float], None] | None = None  # told instead of giving up, again and again
+        self.relieved: Callable[[Operation], None] | None = None  # told when a wait that was overdue is over
         self.members: tuple[int, ...] = ()
         self.index = 0
         self._issued = 0
@@ -92,19 +93,25 @@ class Carrier:
             return
         limit = self.timeout if timeout is None else timeout
         began = now = self.meter.clock()
-        while not operation.finished:
-            self.check()
-            head = self._queue[0]
-            if now - began > limit:
-                if self.overdue is None:
-                    raise WaitedTooLong(f"worker {head.lagging()}", now - began, head.what)
-                self.overdue(head, now - began)
-                limit += self.timeout
-            self.rest(head, now - began)
-            now = self.meter.clock()
-            before = self.meter.communicate
-            self.progress()
-            self.meter.wait -= self.meter.communicate - before  # work done while waiting is not waiting
+        late: Operation | None = None
+        try:
+            while not operation.finished:
+                self.check()
+                head = self._queue[0]
+                if now - began > limit:
+                    if self.overdue is None:
+                        raise WaitedTooLong(f"worker {head.lagging()}", now - began, head.what)
+                    late = head
+                    self.overdue(head, now - began)
+                    limit += self.timeout
+                self.rest(head, now - began)
+                now = self.meter.clock()
+                before = self.meter.communicate
+                self.progress()
+                self.meter.wait -= self.meter.communicate - before  # work done while waiting is not waiting
+        finally:
+            if late is not None and self.relieved is not None:
+                self.relieved(late)
         self.meter.wait += self.meter.clock() - began
 
     def rest(self, head: Operation, waited: float) -> None:

@@ -23,6 +23,7 @@ class NativeCarrier:
         self.rank, self.meter, self.check, self.timeout, self.backend = rank, meter, check, timeout, backend
         self.members: tuple[int, ...] = ()
         self.overdue: Callable[[float], None] | None = None  # told once, before giving up
+        self.relieved: Callable[[], None] | None = None  # told when a wait that was overdue is over
 
     def regroup(self, generation: int, members: tuple[int, ...], host: str, port: int) -> None:
         self.close()
@@ -49,6 +50,7 @@ class NativeCarrier:
 class NativeHandle:
     def __init__(self, carrier: NativeCarrier, work: Any) -> None:
         self.carrier, self.work = carrier, work
+        self._complained = False
 
     def done(self) -> bool:
         return bool(self.work.is_completed())
@@ -57,17 +59,12 @@ class NativeHandle:
         """A peer's death shows as an error of the library; the supervisor's word on it follows within moments."""
         limit = self.carrier.timeout if timeout is None else timeout
         began = time.perf_counter()
-        complain = self.carrier.overdue
         with self.carrier.meter.waiting():
-            while not self.work.is_completed():
-                self.carrier.check()
-                waited = time.perf_counter() - began
-                if waited > limit and complain is not None:
-                    complain(waited)
-                    complain, limit = None, 2 * limit
-                elif waited > limit:
-                    raise WaitedTooLong("some worker", limit, f"{self.carrier.backend} all-reduce")
-                time.sleep(POLL_SECONDS)
+            try:
+                limit = self._complete(began, limit)
+            finally:
+                if self._complained and self.carrier.relieved is not None:
+                    self.carrier.relieved()
             try:
                 self.work.wait()
             except RuntimeError:
@@ -75,3 +72,16 @@ class NativeHandle:
                     self.carrier.check()
                     time.sleep(POLL_SECONDS)
                 raise
+
+    def _complete(self, began: float, limit: float) -> float:
+        """Wait until it is; the limit in the end, which is twice as long for one who has complained."""
+        while not self.work.is_completed():
+            self.carrier.check()
+            waited = time.perf_counter() - began
+            if waited > limit:
+                if self._complained or self.carrier.overdue is None:
+                    raise WaitedTooLong("some worker", limit, f"{self.carrier.backend} all-reduce")
+                self.carrier.overdue(waited)
+                self._complained, limit = True, 2 * limit
+            time.sleep(POLL_SECONDS)
+        return limit

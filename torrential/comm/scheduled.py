@@ -63,13 +63,13 @@ class ScheduledCarrier(Carrier):
     def all_reduce(self, tensor: Tensor, algorithm: str | None = None) -> Operation:
         name = algorithm or "direct"
         plan = self._plan(ALGORITHMS[name].plan, tensor.numel())
-        return self.launch(Planned(self, "all-reduce", plan, tensor, straight=name == "direct"))
+        return self.launch(Planned(self, "all-reduce", plan, tensor))
 
     def reduce_scatter(self, region: Tensor, parts: Sequence[Part]) -> Operation:
         for part in parts:
             region[part.start : part.stop] = 0 if part.data is None else part.data
         plan = self._plan(direct.reduce_scatter, region.numel())
-        return self.launch(Planned(self, "reduce-scatter", plan, region, straight=True))
+        return self.launch(Planned(self, "reduce-scatter", plan, region))
 
     def reduce(self, tensor: Tensor, root: int) -> Operation:
         """The sum, in the root's tensor; the others' are scratch afterwards."""
@@ -86,7 +86,7 @@ class ScheduledCarrier(Carrier):
         rows = self._rows(vector)
         many = len(self.members) > MANY
         plan = self._plan(bruck.all_gather if many else direct.share, rows.shape[1])
-        operation = Planned(self, "all-gather", plan, rows, straight=not many)
+        operation = Planned(self, "all-gather", plan, rows)
         operation.until_sent = False
         operation.result = rows[:, : vector.numel()]
         return self.launch(operation)
@@ -95,7 +95,7 @@ class ScheduledCarrier(Carrier):
         """Waits for a (members, numel) tensor on the root, for nothing of value elsewhere."""
         rows = self._rows(vector)
         plan = self._plan(naive.gather, rows.shape[1], self.members.index(root))
-        operation = Planned(self, "gather", plan, rows, straight=True)
+        operation = Planned(self, "gather", plan, rows)
         operation.result = rows[:, : vector.numel()] if self.rank == root else None
         return self.launch(operation)
 
@@ -105,7 +105,7 @@ class ScheduledCarrier(Carrier):
         both[0] = tensor
         both[1, self.index] = tensor[self.index]
         plan = self._plan(direct.all_to_all, tensor[0].numel())
-        operation = Planned(self, "all-to-all", plan, both, straight=True)
+        operation = Planned(self, "all-to-all", plan, both)
         operation.result = both[1]
         return self.launch(operation)
 
@@ -123,14 +123,12 @@ class Planned(Operation):
     """A plan as an operation of the queue."""
 
     carrier: ScheduledCarrier
+    indirect = True  # even what comes straight: it comes late from one that waits in an operation before this one
     until_sent = True
 
-    def __init__(
-        self, carrier: ScheduledCarrier, what: str, plan: Plan, tensor: Tensor, *, straight: bool = False
-    ) -> None:
+    def __init__(self, carrier: ScheduledCarrier, what: str, plan: Plan, tensor: Tensor) -> None:
         super().__init__(carrier)
         self.what = what
-        self.indirect = not straight
         self.execution = Execution(carrier, self.number, plan, tensor, carrier.members)
 
     def start(self) -> None:

@@ -44,6 +44,9 @@ class LocalComm(LocalMail):
         self.rank, self._settings, self._messenger = rank, settings, messenger
         self.members: tuple[int, ...] = ()
         self.generation = 0
+        self._pinged = False  # asked whether we wait; where there are servers, that is a letter
+        if post is None:
+            link.route(self._ping, m.Ping)
         self._box = link.box(m.AllStopped, m.Go)
         self._workers = workers
         self._small: SharedCarrier | ScheduledCarrier
@@ -55,11 +58,12 @@ class LocalComm(LocalMail):
             )
         else:
             self._small = ScheduledCarrier(rank, self.meter, self.check, settings.timeout, messenger)
-        self._small.overdue = self._suspect
+        self._small.overdue, self._small.relieved = self._suspect, lambda operation: self._relieved(operation.indirect)
         self._native = None
         if backend is not None:
             self._native = NativeCarrier(rank, self.meter, self.check, settings.timeout, backend)
             self._native.overdue = lambda waited: self._link.send(m.Suspect(-1, waited))
+            self._native.relieved = self._relieved
         self.chooser: Chooser | None = None  # where there is something to choose
         if messenger is not None and settings.algorithm == "auto":
             names = [*ALGORITHMS, *([] if self._native is None else ["native"])]
@@ -120,6 +124,9 @@ class LocalComm(LocalMail):
 
     # -- membership ---------------------------------------------------------------------------------------------
     def check(self) -> None:
+        if self._pinged:
+            self._pinged = False
+            self._link.send(m.Pong())
         if self._link.newest_generation > self.generation:
             raise Regrouped(self._link.newest_generation)
 
@@ -127,6 +134,13 @@ class LocalComm(LocalMail):
         """Somebody is hung: have it ended. The regrouping that follows ends our wait. Where the one we wait for may be
         waiting too, the supervisor finds out who is not."""
         self._link.send(m.Suspect(-1 if operation.indirect else operation.lagging(), waited))
+
+    def _relieved(self, complained: bool = True) -> None:
+        if complained:
+            self._link.send(m.Suspect(-1, 0.0))
+
+    def _ping(self, _: object) -> None:
+        self._pinged = True
 
     def regroup(self, stand: Callable[[], int]) -> Standing:
         self._link.until(lambda: self._link.newest_generation > self.generation, "a new generation")

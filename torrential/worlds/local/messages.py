@@ -71,7 +71,7 @@ class Suspect(_Message, frozen=True):
     or somebody whom it waits for."""
 
     rank: int
-    seconds: float
+    seconds: float  # 0, with -1: not any more
 
 
 class Ready(_Message, frozen=True):

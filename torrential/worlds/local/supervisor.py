@@ -31,6 +31,7 @@ from torrential.errors import Diverged, NonFiniteLoss, RunFailed, WorkerFailed
 from torrential.records import Evaluation, Event, Record, Step
 from torrential.worlds.base import Job, Listener
 from torrential.worlds.local import messages as m
+from torrential.worlds.local.complaints import Complaints
 from torrential.worlds.local.crew import Crew, Member, Report
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.mail import ending
@@ -42,7 +43,6 @@ from torrential.worlds.local.servers import Servers
 START_SECONDS = 600.0
 TICK_SECONDS = 0.1
 OBSERVER_LIVES = 3
-GRACE_SECONDS = 2.0
 OBSERVER_SECONDS = 600.0  # without a word although there is work
 WORKER_LIVES = 100
 FAILED_STARTS = 3
@@ -92,7 +92,7 @@ class _Run:
         self._parts: list[tuple[m.OwnBuffers, list[Tensor]]] = []
         self._evaluated = dict(job.evaluated)
         self._reached = False
-        self._complaints: dict[int, float] = {}  # who says that somebody, it does not know who, is hung; since when
+        self._complaints = Complaints(self._workers, self._event)
         self._dismissed = False
         self._done = False
         self._store = None
@@ -112,7 +112,7 @@ class _Run:
             m.Suspect: self._suspect,
             m.Ready: self._ready,
             m.Filled: self._servers.filled,
-            m.Pong: self._servers.pong,
+            m.Pong: self._pong,
             m.Delayed: self._delayed,
             m.Left: self._left,
             m.Failed: self._failed,
@@ -182,8 +182,8 @@ class _Run:
             )
         if self._served:
             self._servers.look()
-        if self._complaints and now - min(self._complaints.values()) > GRACE_SECONDS:
-            self._end_those_who_did_not_complain()
+        if self._complaints.look():
+            raise RunFailed(f"all workers wait for one another in {self._settings.algorithm}; {self._remedy()}")
         if self._forming_since is not None and now - self._forming_since > self._settings.timeout:
             self._forming_since = now
             told = self._stopped if len(self._stopped) < len(self._workers) else set(self._standing)
@@ -191,16 +191,6 @@ class _Run:
                 if rank not in told and not member.delayed:
                     self._event("worker_hung", rank, f"did not answer for {self._settings.timeout:.0f} s; ended")
                     member.kill()
-
-    def _end_those_who_did_not_complain(self) -> None:
-        """Whoever waits in the library's all-reduce has said so by now; the others are the ones waited for."""
-        hung = [w for rank, w in self._workers.items() if rank not in self._complaints]
-        if not hung:
-            raise RunFailed(f"all workers wait for one another in {self._settings.algorithm}; {self._remedy()}")
-        self._complaints = {}
-        for member in hung:
-            self._event("worker_hung", member.rank, "the others waited for it; ended")
-            member.kill()
 
     def _now(self) -> float:
         return 0.0 if self._began is None else time.monotonic() - self._began
@@ -281,7 +271,8 @@ class _Run:
 
     def _regroup(self) -> None:
         self._generation += 1
-        self._stopped, self._standing, self._complaints = set(), {}, {}
+        self._stopped, self._standing = set(), {}
+        self._complaints.clear()
         self._forming_since = time.monotonic()
         for member in self._workers.values():
             member.left = False
@@ -404,12 +395,17 @@ class _Run:
         if self._served:
             return self._servers.suspect(member, message)
         if message.rank < 0:
-            self._complaints.setdefault(member.rank, time.monotonic())
-            return
+            return self._complaints.hear(member, message)
         accused = self._workers.get(message.rank)
         if accused is not None and accused is not member and not accused.delayed:
             self._event("worker_hung", message.rank, f"{member.name} waited {message.seconds:.0f} s for it; ended")
             accused.kill()
+
+    def _pong(self, member: Member, message: m.Pong, tensors: list[Tensor]) -> None:
+        if self._served:
+            self._servers.pong(member, message, tensors)
+        else:
+            self._complaints.pong(member)
 
     # -- other services -----------------------------------------------------------------------------------------
     def _buffer(self, member: Member, message: m.BufferWanted, _: list[Tensor]) -> None:
