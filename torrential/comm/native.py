@@ -14,6 +14,7 @@ from torrential.comm.protocol import Meter
 from torrential.errors import WaitedTooLong
 
 POLL_SECONDS = 1e-4
+LONG = timedelta(days=1)
 
 
 class NativeCarrier:
@@ -22,7 +23,7 @@ class NativeCarrier:
     def __init__(self, rank: int, meter: Meter, check: Callable[[], None], timeout: float, backend: str) -> None:
         self.rank, self.meter, self.check, self.timeout, self.backend = rank, meter, check, timeout, backend
         self.members: tuple[int, ...] = ()
-        self.overdue: Callable[[float], None] | None = None  # told once, before giving up
+        self.overdue: Callable[[float], None] | None = None  # told instead of giving up, again and again
         self.relieved: Callable[[], None] | None = None  # told when a wait that was overdue is over
 
     def regroup(self, generation: int, members: tuple[int, ...], host: str, port: int) -> None:
@@ -33,6 +34,8 @@ class NativeCarrier:
         store = dist.PrefixStore(f"generation {generation}", shared)  # type: ignore[attr-defined]
         rank = members.index(self.rank)
         dist.init_process_group(self.backend, store=store, rank=rank, world_size=len(members), timeout=patience)
+        if self.overdue is not None:  # who is waited for too long is ended; the library need not give up by itself
+            dist.distributed_c10d._set_pg_timeout(LONG)
 
     def all_reduce(self, tensor: Tensor) -> NativeHandle:
         start = time.perf_counter()
@@ -50,38 +53,37 @@ class NativeCarrier:
 class NativeHandle:
     def __init__(self, carrier: NativeCarrier, work: Any) -> None:
         self.carrier, self.work = carrier, work
-        self._complained = False
 
     def done(self) -> bool:
         return bool(self.work.is_completed())
 
     def wait(self, timeout: float | None = None) -> None:
         """A peer's death shows as an error of the library; the supervisor's word on it follows within moments."""
-        limit = self.carrier.timeout if timeout is None else timeout
-        began = time.perf_counter()
+        began, limit = time.perf_counter(), self.carrier.timeout if timeout is None else timeout
+        late = False
         with self.carrier.meter.waiting():
             try:
-                limit = self._complete(began, limit)
-            finally:
-                if self._complained and self.carrier.relieved is not None:
-                    self.carrier.relieved()
-            try:
-                self.work.wait()
-            except RuntimeError:
-                while time.perf_counter() - began < limit:
+                while not self.work.is_completed():
                     self.carrier.check()
+                    waited = time.perf_counter() - began
+                    if waited > limit:
+                        if self.carrier.overdue is None:
+                            raise WaitedTooLong("some worker", waited, f"{self.carrier.backend} all-reduce")
+                        late = True
+                        self.carrier.overdue(waited)
+                        limit += self.carrier.timeout
                     time.sleep(POLL_SECONDS)
-                raise
+                self._conclude()
+            finally:
+                if late and self.carrier.relieved is not None:
+                    self.carrier.relieved()
 
-    def _complete(self, began: float, limit: float) -> float:
-        """Wait until it is; the limit in the end, which is twice as long for one who has complained."""
-        while not self.work.is_completed():
-            self.carrier.check()
-            waited = time.perf_counter() - began
-            if waited > limit:
-                if self._complained or self.carrier.overdue is None:
-                    raise WaitedTooLong("some worker", limit, f"{self.carrier.backend} all-reduce")
-                self.carrier.overdue(waited)
-                self._complained, limit = True, 2 * limit
-            time.sleep(POLL_SECONDS)
-        return limit
+    def _conclude(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError:
+            failed = time.perf_counter()
+            while time.perf_counter() - failed < self.carrier.timeout:
+                self.carrier.check()
+                time.sleep(POLL_SECONDS)
+            raise
