@@ -89,9 +89,9 @@ class ReplicatedParameters:
                 summed = entry.view(self._summed[entry.dtype])
                 if self._staged:
                     summed = summed.to(self.device, non_blocking=True)
-                parameter.grad = summed
+                parameter.grad = _as_laid_out(summed, parameter)
             elif parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
+                parameter.grad = _as_laid_out(parameter.grad.to_dense(), parameter)
             if update.scale != 1.0 and parameter.grad is not None:
                 parameter.grad *= update.scale
         for group in self._optimizer.param_groups:
@@ -140,14 +140,22 @@ class ReplicatedParameters:
             for entry in self.layout.entries:
                 if dtype_name(entry.dtype) != dtype or (key and not self.counts[entry.index]):
                     continue
-                tensor = entry.view(vector).to(self.device, copy=True)
+                parameter = by_name[entry.name]
                 if key:
-                    self._optimizer.state[by_name[entry.name]][key] = tensor
+                    state = torch.empty_like(parameter, dtype=vector.dtype, requires_grad=False)
+                    self._optimizer.state[parameter][key] = state.copy_(entry.view(vector))
                 else:
-                    by_name[entry.name].data.copy_(tensor)
+                    parameter.data.copy_(entry.view(vector))
         for name, tensor in extras.items():
-            parameter, _, key = name.rpartition("/")
-            self._optimizer.state[by_name[parameter]][key] = tensor.clone()
+            named, _, key = name.rpartition("/")
+            self._optimizer.state[by_name[named]][key] = tensor.clone()
+
+
+def _as_laid_out(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+    """In memory, too: torch's fused steps take element by element as they lie there (as in channels_last, or .t())."""
+    if tensor.stride() == parameter.stride():
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
 
 
 def _elementwise(key: str, tensor: Tensor, entry: Entry) -> bool:
