@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torrential.comm import wire
 
+AT_ONCE = 1 << 17  # bytes of a payload that the kernel is asked for at once: while they come they stay in the cache
 STRAIGHT = 1 << 14  # bytes; as much of a payload as this is read straight to where it belongs
 MOST_VIEWS = 4096  # of others' memory, kept because the same pieces come again and again
 _NAMES = {dtype: name for name, dtype in wire.DTYPES.items()}
@@ -88,7 +89,7 @@ class Frames:
 
     def room(self) -> memoryview:
         self._straight = bool(self._missing) and self._missing[0].nbytes >= STRAIGHT
-        return self._missing[0] if self._straight else self._ahead[self._held :]
+        return self._missing[0][:AT_ONCE] if self._straight else self._ahead[self._held :]
 
     def filled(self, count: int) -> Iterator[tuple[Any, list[Tensor]]]:
         """The letters that are complete by now."""

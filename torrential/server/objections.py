@@ -5,8 +5,10 @@ Everything is looked at before anything is changed, so a refused request leaves 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -85,8 +87,15 @@ def finite(tensor: Tensor) -> bool:
     elif tensor.numel() < STREAMS * COLUMNS:
         total = tensor.dot(tensor).item()
     else:
-        total = _sum(tensor)
+        half = tensor.numel() // 2
+        other = _helper().submit(_sum, tensor[half:])  # on another core, if one has nothing to do
+        total = _sum(tensor[:half]) + other.result()
     return math.isfinite(total) or bool(torch.isfinite(tensor).all())
+
+
+@functools.cache
+def _helper() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1)
 
 
 def _sum(tensor: Tensor) -> float:
