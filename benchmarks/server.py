@@ -12,10 +12,11 @@ python -m benchmarks.server --rounds 9
     pull            into a tensor           sparse    add to 1 % of the keys
     small           1 KB there through fused Adagrad (others: added) and 1 KB back, in one round trip
 
-All but Ray, whose daemons are never idle and which comes afterwards with ours beside it, are up all the time; one is at
-work at a time. In every round each does each operation, in an order of its own, once
-to warm up and then --times times; its time is the median of that. The table shows medians over the rounds, ratios are
-medians of the ratios within a round. Arithmetic has --threads threads everywhere.
+All are up all the time; one is at work at a time and the others are stopped, because torch RPC polls with a whole core
+in each of its processes even when there is nothing to do. Ray, which does not survive that, comes afterwards with ours
+beside it. In every round each does each operation, in an order of its own, once to warm up and then --times times (the
+short ones more often); its time is the median of that. The table shows medians over the rounds, ratios are medians of
+the ratios within a round. Arithmetic has --threads threads everywhere.
 
 At the end: throughput of 4 workers at once on 1 and 2 servers, and what memory all that takes.
 """
@@ -25,7 +26,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import secrets
+import signal
 import subprocess
 import time
 from contextlib import ExitStack
@@ -43,7 +46,7 @@ from benchmarks.stores import Setup, start
 from benchmarks.sync import describe, machine
 
 OPERATIONS = ("push", "pull", "adagrad", "sparse", "small")
-SMALL_TIMES = 300  # as many round trips of 1 KB for one of the large operations
+MORE = {"small": 300, "sparse": 10}  # as many of these for one of the large operations
 
 Times = dict[str, dict[str, list[float]]]  # operation -> contender -> seconds by round
 
@@ -63,15 +66,21 @@ class Contender:
 
     def do(self, operation: str, times: int) -> list[list[float]] | None:
         """All its workers at once; seconds of each call, by worker."""
+        self.rest(signal.SIGCONT)
         for line in self._lines:
             line.send((operation, times))
         answers = [line.recv() for line in self._lines]
         return None if answers[0] is None else answers
 
+    def rest(self, number: signal.Signals = signal.SIGSTOP) -> None:
+        for pid in tree(self.process.pid):
+            os.kill(pid, number)
+
     def memory(self) -> int:
         return sum(pss(pid) for pid in tree(self.process.pid))
 
     def close(self) -> None:
+        self.rest(signal.SIGCONT)
         for line in self._lines:
             line.close()
         try:
@@ -80,15 +89,19 @@ class Contender:
             self.process.kill()
 
 
-def measure(contenders: list[Contender], rounds: int, times: int, console: Console) -> Times:
+def measure(contenders: list[Contender], rounds: int, times: int, console: Console, rest: bool) -> Times:
     found: Times = {operation: {} for operation in OPERATIONS}
+    for contender in contenders if rest else []:
+        contender.rest()
     for number in range(rounds):
         for operation in OPERATIONS:
             for contender in Random(f"{number} {operation}").sample(contenders, len(contenders)):
                 contender.do(operation, 1)
-                answer = contender.do(operation, times * SMALL_TIMES if operation == "small" else times)
+                answer = contender.do(operation, times * MORE.get(operation, 1))
                 if answer is not None:
                     found[operation].setdefault(contender.name, []).append(median(answer[0]))
+                if rest:
+                    contender.rest()
         console.print(f"round {number + 1} of {rounds}", highlight=False)
     return found
 
@@ -180,7 +193,7 @@ def main() -> None:
                     name, _, transport = kind.partition(" ")
                     contenders.append(Contender(Setup(kind=name, transport=transport or "shared", **base), listener))
                     stack.callback(contenders[-1].close)
-                found = measure(contenders, given.rounds, given.times, console)
+                found = measure(contenders, given.rounds, given.times, console, "ray" not in kinds)
                 console.print(table(found, [c.name for c in contenders]))
                 return found, {c.name: c.memory() for c in contenders}
 
