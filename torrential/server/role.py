@@ -73,6 +73,7 @@ class Server:
             letter = receive()
             if letter is not None:
                 handle(letter)
+                letter = None  # its memory is free for the next
             elif self.comm.stop_requested():
                 return
 

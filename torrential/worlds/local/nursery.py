@@ -63,6 +63,13 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TOP_PAD, 16 << 20)
 
 
+def return_freed_memory() -> None:
+    """To the system, once: for those who will not need as much again."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def preload() -> None:
     import torch
 

@@ -14,6 +14,7 @@ from torrential.worlds.base import Job
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, Link
 from torrential.worlds.local.mail import ServerMail
+from torrential.worlds.local.nursery import return_freed_memory
 
 
 def serve(job: Job, number: int, link: Link, post: Post) -> None:
@@ -34,4 +35,5 @@ def serve(job: Job, number: int, link: Link, post: Post) -> None:
         initial=plan.initial() if begins else None,
         filled=lambda version: link.send(m.Filled(version)),
     )
+    return_freed_memory()  # of the models that the first parameters were made from
     mail.server.run()
