@@ -13,6 +13,7 @@ from torrential.trainer.snapshot import Snapshot
 from torrential.worlds.base import Job
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, Link
+from torrential.worlds.local.nursery import return_freed_memory
 
 NICENESS = 5  # evaluation gives way to training where cores are short
 
@@ -66,6 +67,7 @@ class _Observing:
             for step in [s for s in self._parts if s <= snapshot.step]:
                 del self._parts[step]
             self._link.send(m.SnapshotDone(taken.rank, taken.slot))
+            return_freed_memory()  # until the next one
 
     def _complete(self, snapshot: Snapshot) -> bool:
         """Whether every worker's part has come, or will never come."""
