@@ -57,11 +57,22 @@ def tree(pid: int) -> list[int]:
     return found
 
 
-def pss(pid: int) -> int:
+def pss(pid: int, kind: str = "Pss") -> int:
+    """Bytes; also of `Pss_Anon`, which is its own, or `Pss_Shmem`."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
+            if line.startswith(f"{kind}:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass  # it has ended
     return 0
+
+
+def by_role(root: int) -> dict[str, tuple[int, int]]:
+    """What torrential's processes below `root` take, by name: memory of their own, and shared memory."""
+    found = {}
+    for pid in tree(root):
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        if name.startswith("tt-"):
+            found[name] = pss(pid, "Pss_Anon"), pss(pid, "Pss_Shmem")
+    return found

@@ -41,7 +41,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.memory import pss, tree
+from benchmarks.memory import by_role, pss, tree
 from benchmarks.stores import Setup, start
 from benchmarks.sync import describe, machine
 
@@ -153,7 +153,6 @@ def throughput(base: dict[str, Any], listener: Listener, times: int, console: Co
     for servers in (1, 2):
         contender = Contender(Setup(kind="ours", **base, workers=4, servers=servers), listener)
         try:
-            before = contender.memory()
             for operation in ("push", "pull", "adagrad"):
                 contender.do(operation, 1)
                 began = time.perf_counter()
@@ -162,9 +161,11 @@ def throughput(base: dict[str, Any], listener: Listener, times: int, console: Co
                 rate = 4 * base["numel"] * 4 * times / (time.perf_counter() - began)
                 rows.append({"servers": servers, "operation": operation, "bytes_per_second": rate})
                 console.print(f"4 workers, {servers} servers, {operation}: {rate / 1e9:.2f} GB/s", highlight=False)
-            memory = contender.memory()
-            rows.append({"servers": servers, "memory": memory, "before": before})
-            console.print(f"    memory {memory / 1e6:,.0f} MB ({before / 1e6:,.0f} before)", highlight=False)
+            memory = by_role(contender.process.pid)
+            rows.append({"servers": servers, "memory": memory})
+            for role, (own, shared) in sorted(memory.items()):
+                line = f"    {role}: {own / 1e6:,.0f} MB of its own, {shared / 1e6:,.0f} shared"
+                console.print(line, highlight=False)
         finally:
             contender.close()
     return rows
