@@ -309,6 +309,37 @@ def test_the_last_checkpoint_is_asked_for_by_a_worker_that_has_left(kind):
         assert hub.comms[0].result == ([-1.0] * 32, 1), seed
 
 
+def test_the_last_checkpoint_is_none_that_others_asked_for_before():
+    """A worker that had left did not hear of those, and would use their numbers again."""
+    hub = Hub(0)
+    cluster = Cluster(hub, 32, servers=2, replicas=1, workers=(0, 1))
+
+    def leave(rank):
+        cluster.workers.discard(rank)
+        cluster.announce()
+
+    def first(client, comm):
+        client.enter()
+        leave(0)
+        comm.sleep(1e3)
+        into = torch.empty(32)
+        client.save([into]).wait()
+        return into
+
+    def second(client, comm):
+        clock = client.enter()
+        comm.sleep(1.0)
+        client.push(torch.ones(32), clock=clock, lr=1.0).wait()
+        client.save([torch.empty(32)]).wait()
+        client.push(torch.ones(32), clock=clock + 1, lr=1.0).wait()
+        leave(1)
+
+    cluster.work(0, first)
+    cluster.work(1, second)
+    hub.run()
+    assert hub.comms[0].result.tolist() == [-2.0] * 32
+
+
 def test_a_shard_and_its_copy_go_on_alike():
     hub = Hub(0)
     cluster = Cluster(hub, 40, spec=OptimizerSpec(torch.optim.Adam, 0.1), sizes=[25, 15], dealer=Dealer(9, 1))

@@ -40,6 +40,7 @@ from torrential.server.messages import (
 from torrential.server.ring import find
 
 AGAIN = 0.25  # of the timeout: how long after a complaint about a server the next one follows
+LAST = 1 << 32  # the number that the last checkpoints come after
 JOINING = -1  # the clock of a worker that has not begun; nothing waits for it, and it waits for nothing
 Pieces = Tensor | Sequence[tuple[int, Tensor]]  # the whole vector, or flat parts of it with the keys they begin at
 
@@ -149,8 +150,10 @@ class Client:
     def save(self, into: Sequence[Tensor]) -> Pending:
         """A checkpoint: all parameters, and each of the optimizer's states, as they are at one moment of training, into
         vectors of full length; Answer.rests has the rest. One worker at a time does this, and no other needs to know:
-        what it has sent by the time it hears of it belongs to the checkpoint (server/copies.py)."""
-        self._saved = max(self._saved, self._marked) + 1
+        what it has sent by the time it hears of it belongs to the checkpoint (server/copies.py). A worker that has
+        left asks for the last one; it does not know of those that others have asked for since."""
+        left = self.comm.address not in self.comm.view.workers
+        self._saved = max(self._saved, self._marked, LAST if left else 0) + 1
         parts = self._cut([(0, self.numel)] * len(into), (), into)
         return self._send(Save, {"number": self._saved}, parts, JOINING)
 
