@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 import torrential as tt
 from tests import test_faults
@@ -60,6 +62,35 @@ def test_downpour_sends_what_its_periods_say(tmp_path: Path, push_every: int, fe
     pushes = -(-1350 // (push_every * 32))
     assert summary.steps == pushes
     assert summary.bytes_sent == pushes * 4 * numel
+
+
+class Turns(nn.Module):
+    """Two heads, of which every other batch uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        self.turn = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.turn += self.training
+        return self.heads[self.turn % 2](inputs)  # type: ignore[no-any-return]
+
+
+def test_downpour_pushes_what_any_of_its_minibatches_used(tmp_path: Path) -> None:
+    """In the simulated world, which costs less."""
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    spec = tt.optimizer("sgd", lr=0.1)
+    sets = {"train": data, "test": data, "validation": data}
+    task = tt.Task(model=Turns, loss=functional.cross_entropy, optimizer=spec, epochs=1, batch_size=8, **sets)
+    cluster = {"compute": {"seconds_per_sample": 1e-3}}
+    options = {"push_every": 2, "world": "sim", "cluster": cluster, "device": "cpu"}
+    result = tt.train(task, "downpour", out=tmp_path / "run", progress=False, **options)  # type: ignore[arg-type]
+    assert result.summary.steps == 4
+    assert all(bool(p.detach().abs().sum() > 0) for p in result.model.parameters())
 
 
 def test_asynchrony_is_stale_and_backup_drops(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ class Downpour(Strategy, frozen=True, kw_only=True):
     def worker(self, ctx: ServedContext) -> None:  # type: ignore[override]
         clock, number = ctx.begin(), 0
         total = ctx.comm.buffer("pushed", ctx.gradient.numel(), ctx.gradient.dtype) if self.push_every > 1 else None
+        used: list[int] | None = None  # entries that are part of the sum; None: all
         fetched: Pending | None = None
         pushed: Pending | None = None
         while (batch := ctx.take(clock, self.push_every, after=self.warm)) is not None:
@@ -69,13 +70,14 @@ class Downpour(Strategy, frozen=True, kw_only=True):
                 rate = ctx.rate(minibatch, joined=ctx.config.batch_size)
                 if total is not None:
                     total.copy_(ctx.gradient) if minibatch.first == batch.first else total.add_(ctx.gradient)
+                used = ctx.used if minibatch.first == batch.first else _either(used, ctx.used)
                 number += 1
                 if number % self.fetch_every:
                     ctx.vector.sub_(ctx.gradient, alpha=rate)  # the replica keeps moving
                 last, fetch = minibatch.stop == batch.stop, number % self.fetch_every == 0
                 if last:
                     gradient = ctx.gradient if total is None else total
-                    about: dict[str, Any] = {"clock": clock, "lr": rate, "used": ctx.used, "lease": batch.lease}
+                    about: dict[str, Any] = {"clock": clock, "lr": rate, "used": used, "lease": batch.lease}
                     if fetch:  # in one round trip
                         pushed = fetched = ctx.params.push_pull(gradient, ctx.vector, **about)
                     else:
@@ -87,3 +89,7 @@ class Downpour(Strategy, frozen=True, kw_only=True):
             ctx.advance(batch, loss, None if known is None else known.wait())
             clock += 1
         ctx.leave()
+
+
+def _either(used: list[int] | None, others: list[int] | None) -> list[int] | None:
+    return None if used is None or others is None else sorted({*used, *others})
