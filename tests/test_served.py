@@ -93,6 +93,14 @@ def test_downpour_pushes_what_any_of_its_minibatches_used(tmp_path: Path) -> Non
     assert all(bool(p.detach().abs().sum() > 0) for p in result.model.parameters())
 
 
+def test_with_overlap_every_push_is_counted_the_last_ones_too(tmp_path: Path) -> None:
+    cluster = {"compute": {"seconds_per_sample": 1e-3}}
+    options = {"overlap": True, "epochs": 1, "world": "sim", "cluster": cluster, "device": "cpu"}
+    result = tt.train("digits-mlp", "downpour", workers=2, out=tmp_path / "run", progress=False, **options)  # type: ignore[arg-type]
+    last = {r.worker: r for r in result.history if isinstance(r, Step)}
+    assert sum(sum(r.staleness.values()) for r in last.values()) == result.summary.steps == 43
+
+
 def test_asynchrony_is_stale_and_backup_drops(tmp_path: Path) -> None:
     _, summary = weights(tmp_path / "downpour", "downpour", workers=3, servers=1)
     assert summary.staleness_mean > 0

@@ -122,6 +122,9 @@ class ServedContext(Protocol):
     def advance(self, batch: Batch, loss: float, answer: Answer | None) -> None:
         """The batch is done with; count it, record it, evaluate when that is due."""
 
+    def count(self, batch: Batch, answer: Answer) -> None:
+        """An answer that came after the batch was done with: no other follows it."""
+
     def leave(self) -> None: ...
 
 

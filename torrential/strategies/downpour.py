@@ -87,7 +87,9 @@ class Downpour(Strategy, frozen=True, kw_only=True):
             assert pushed is not None
             known = before if self.overlap else pushed
             ctx.advance(batch, loss, None if known is None else known.wait())
-            clock += 1
+            clock, done = clock + 1, batch
+        if self.overlap and pushed is not None:
+            ctx.count(done, pushed.wait())
         ctx.leave()
 
 

@@ -186,10 +186,7 @@ class ServedWorker:
 
     def advance(self, batch: Batch, loss: float, answer: Answer | None) -> None:
         if answer is not None:
-            self.step = max(self.step, answer.version)
-            self._dropped += answer.dropped
-            if len(batch.indices) and not answer.dropped:
-                self._staleness[answer.staleness] += 1
+            self.count(batch, answer)
         self._saving.look()
         if not len(batch.indices):
             return
@@ -200,6 +197,12 @@ class ServedWorker:
         ends = batch.first + batch.total >= self.config.samples
         if not self._dry:
             self._save_when_due(self._due(batch.epoch + ends))
+
+    def count(self, batch: Batch, answer: Answer) -> None:
+        self.step = max(self.step, answer.version)
+        self._dropped += answer.dropped
+        if len(batch.indices) and not answer.dropped:
+            self._staleness[answer.staleness] += 1
 
     def _record(self) -> None:
         self._recorder.write(
