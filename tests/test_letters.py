@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -602,3 +603,20 @@ def test_servers_end_with_a_killed_supervisor() -> None:
     assert len(family) == 4  # a worker, two servers, the observer
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
+
+
+def test_whoever_was_not_read_from_for_long_is_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A role computes for longer than a handshake may take; what has come meanwhile has come in time."""
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.05)
+    token, name = secrets.token_bytes(wire.TOKEN_BYTES), secrets.token_hex(8)
+    near, far = (Post(i, 0, f"unix:@torrential-{name}-{i}", token, Message) for i in (0, 1))
+    try:
+        near.know({1: Contact(far.where, 0)})
+        near.post(1, Done(seq=1), ())
+        letter = far.receive(0.0)  # takes the call, and perhaps the letter
+        time.sleep(0.1)
+        letter = letter or far.receive(5.0)
+        assert letter is not None and letter.source == 0 and letter.message.seq == 1 and far.strangers == 0
+    finally:
+        near.close()
+        far.close()

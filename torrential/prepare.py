@@ -203,6 +203,12 @@ def _check_recipe(
             "their own; add --set server=task"
         )
     warnings = without_effect(recipe, asked.options, schedule, config.batch_size, model)
+    served = strategy.optimizer(adapted).kind
+    if served is not adapted.kind:
+        warnings.append(
+            f"the servers of {config.strategy} use {served.__name__} with this rate in the place of the task's "
+            f"{adapted.kind.__name__}; --set server=task keeps the task's"
+        )
     if recipe.layerwise == "lars" and asked.lr is None:
         warnings.append(
             f"LARS wants a much larger rate than SGD, 10 to 100 times (the task's: {config.lr:g}); "

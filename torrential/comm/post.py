@@ -189,7 +189,7 @@ class Post:
             return self._arrived.popleft()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            left = min(deadline - time.monotonic(), self._drop_the_silent(), AN_HOUR)
+            left = min(deadline, self._patience()) - time.monotonic()
             ready = self._poll(0.0 if self._stopped else max(0.0, left))
             for descriptor, _ in ready:
                 if (line := self._lines.get(descriptor)) is not None:
@@ -198,6 +198,7 @@ class Post:
                     os.eventfd_read(self._news)
                 else:
                     self._accept()
+            self._drop_the_silent()  # after reading: this role itself may have looked elsewhere for long
             if self._arrived:
                 return self._arrived.popleft()
             if (self._stopped and not ready) or time.monotonic() >= deadline:
@@ -282,16 +283,14 @@ class Post:
         if len(self._unknown) > MOST_STRANGERS:
             self._drop_stranger(next(iter(self._unknown)))
 
-    def _drop_the_silent(self) -> float:
-        """Seconds until the next one must have spoken."""
-        if not self._unknown:
-            return AN_HOUR
+    def _patience(self) -> float:
+        """When the next one must have spoken."""
+        return min((line.deadline for line in self._unknown.values()), default=time.monotonic() + AN_HOUR)
+
+    def _drop_the_silent(self) -> None:
         now = time.monotonic()
-        for descriptor, line in list(self._unknown.items()):
-            if line.deadline > now:
-                return line.deadline - now
+        for descriptor in [d for d, line in self._unknown.items() if line.deadline <= now]:
             self._drop_stranger(descriptor)
-        return AN_HOUR
 
     def _drop_stranger(self, descriptor: int) -> None:
         self.strangers += 1

@@ -157,6 +157,10 @@ class Client:
         parts = self._cut([(0, self.numel)] * len(into), (), into)
         return self._send(Save, {"number": self._saved}, parts, JOINING)
 
+    def complain(self, pending: Pending, waited: float) -> None:
+        """For whoever waits by looking now and then: the servers are asked whom they wait for."""
+        self._complain(pending, waited, self._overdue)
+
     def forget(self, pending: Pending) -> None:
         """Nobody will wait for its answer any more."""
         self._unanswered.pop(pending.seq, None)

@@ -60,6 +60,8 @@ class Downpour(Strategy, frozen=True, kw_only=True):
         pushed: Pending | None = None
         while (batch := ctx.take(clock, self.push_every, after=self.warm)) is not None:
             before = pushed
+            if self.warm and not number:
+                ctx.params.pull(ctx.vector, clock=clock).wait()  # others may have begun long before
             for minibatch in batch.split(ctx.config.batch_size):
                 if fetched is not None and not self.overlap:
                     fetched.wait()

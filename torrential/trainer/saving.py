@@ -4,11 +4,12 @@ It asks when an epoch is over (or so many steps), goes on, and hands the copies 
 observer: parameters, the servers' optimizer state, the dealer of samples, and its own module buffers as they were when
 it asked. The last one is asked for when all workers are finished, by whichever of them the world names.
 
-What a resumed run goes on from is what a run could have come to: every push is on all ranges or on none, and the
-samples of updates that are not in it are dealt again, each once. With one worker, and with `bsp` and `ssp` without
-staleness for any number of them, it is what this run had come to: the resumed one takes the same steps as one that was
-not interrupted. Otherwise workers come in another order, as they would in any other run. Not kept: what a replica of
-`downpour` had moved on by itself since its last fetch, and module buffers of other workers than the one that asked.
+What a resumed run goes on from is what a run could have come to: every push is on all ranges or on none (but that of a
+worker that died in the middle of it), and the samples of updates that are not in it are dealt again, each once. With
+one worker, and with `bsp` and `ssp` without staleness for any number of them, it is what this run had come to: the
+resumed one takes the same steps as one that was not interrupted. Otherwise workers come in another order, as they would
+in any other run. Not kept: what a replica of `downpour` had moved on by itself since its last fetch, and module buffers
+of other workers than the one that asked.
 """
 
 from __future__ import annotations
@@ -42,13 +43,19 @@ class Saving:
         assert self._pending is None
         self._vectors = [torch.empty(self._client.numel, dtype=self._client.dtype) for _ in ("", *self._states)]
         self._rest = {name: t.clone() for name, t in rest_of(self._model, self._layout).items()}
-        self._asked = self._comm.now()
+        self._asked = self._complained = self._comm.now()
         self._pending = self._client.save(self._vectors)
 
     def look(self) -> None:
-        """If the copies are here, hand them over; if one is lost, ask again."""
-        if self._pending is not None and self._pending.done() and not self._hand_over(self._pending, final=False):
-            self.begin()
+        """If the copies are here, hand them over; if one is lost, ask again; if they do not come, complain."""
+        if self._pending is None:
+            return
+        if self._pending.done():
+            if not self._hand_over(self._pending, final=False):
+                self.begin()
+        elif self._comm.now() - self._complained >= self._client.timeout:
+            self._complained = self._comm.now()
+            self._client.complain(self._pending, self._complained - self._asked)
 
     def give_up(self) -> None:
         if self._pending is not None:

@@ -91,6 +91,7 @@ class Buffers:
         self._held: dict[str, Tensor] = {}
         self._whole: dict[str, Tensor] = {}  # others', as bytes
         self._spans: list[tuple[int, int, str]] = []  # first byte, past the last, key; of all that is mapped, in order
+        self._adding = threading.Lock()  # to `_spans`
         self._owned: list[tuple[int, int, str, Tensor]] = []  # first byte, past the last, name, tensor
 
     def get(self, name: str, numel: int, dtype: torch.dtype, rank: int | None) -> Tensor:
@@ -122,26 +123,33 @@ class Buffers:
             mapped = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
         finally:
             os.close(fd)
-        bisect.insort(self._spans, (mapped.data_ptr(), mapped.data_ptr() + mapped.nbytes, key))
+        with self._adding:
+            bisect.insort(self._spans, (mapped.data_ptr(), mapped.data_ptr() + mapped.nbytes, key))
         return mapped
 
     def whole(self, key: str) -> Tensor:
-        if key not in self._whole:
-            self._whole[key] = self._open(key, 0)
-        return self._whole[key]
+        whole = self._whole.get(key)
+        if whole is None:
+            whole = self._whole[key] = self._open(key, 0)
+        return whole
 
     def locate(self, tensor: Tensor) -> tuple[str, int] | None:
         at = tensor.data_ptr()
-        before = bisect.bisect_right(self._spans, (at, sys.maxsize)) - 1
+        spans = self._spans
+        before = bisect.bisect_right(spans, (at, sys.maxsize)) - 1
         if before < 0 or not tensor.is_contiguous():
             return None
-        first, stop, key = self._spans[before]
+        first, stop, key = spans[before]
         return (key, at - first) if at + tensor.nbytes <= stop and tensor.numel() else None
 
     def forget(self, ending: str) -> None:
-        """Unmap others' buffers whose keys end so, once nobody here uses them."""
-        self._spans = [span for span in self._spans if not (span[2].endswith(ending) and span[2] in self._whole)]
-        self._whole = {key: tensor for key, tensor in self._whole.items() if not key.endswith(ending)}
+        """Unmap others' buffers whose keys end so, once nobody here uses them. Called by the link's thread: another may
+        be adding some meanwhile."""
+        gone = {key for key in list(self._whole) if key.endswith(ending)}
+        with self._adding:
+            self._spans = [span for span in self._spans if span[2] not in gone]
+        for key in gone:
+            self._whole.pop(key, None)
 
     def twin(self, tensor: Tensor) -> Callable[[int], Tensor]:
         """Given a piece of one of my buffers, how to find the same piece of another rank's."""
