@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from tests import test_faults
 from tests.test_faults import Run
 from torrential.errors import BadInput
 from torrential.records import Step, Summary
+from torrential.strategies import STRATEGIES
+from torrential.strategies.downpour import Downpour
 
 pytestmark = pytest.mark.timeout(120)
 start = test_faults.start
@@ -141,3 +144,36 @@ def test_a_worker_dies_and_then_a_server(start: Callable[..., Run], name: str) -
 def test_bad_options(tmp_path: Path, strategy: str, options: dict[str, object], says: str) -> None:
     with pytest.raises(BadInput, match=says):
         weights(tmp_path / "run", strategy, **options)
+
+
+# -- handlers -------------------------------------------------------------------------------------------------------
+class Asking(Downpour, frozen=True, kw_only=True):
+    """Asks the servers how many parameters each of them heads, and trains."""
+
+    name: ClassVar[str] = "asking"
+    handlers: ClassVar = {
+        "count": lambda shard, options, tensors: [torch.tensor([shard.stop - shard.start + options["more"]])]
+    }
+
+    def worker(self, ctx: Any) -> None:
+        begin = ctx.begin
+
+        def begin_and_ask() -> int:
+            clock = begin()
+            found = [int(tensor) for tensor in ctx.params.call("count", {"more": 1}).wait().tensors]
+            assert len(found) == 2 and sum(found) == ctx.vector.numel() + 2
+            told.append(found)
+            return clock
+
+        ctx.begin = begin_and_ask
+        super().worker(ctx)
+
+
+told: list[list[int]] = []
+
+
+def test_a_strategy_brings_handlers_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told.clear()
+    monkeypatch.setitem(STRATEGIES, "asking", Asking)
+    tt.train("digits-mlp", Asking(), workers=2, servers=2, steps=2, world="sim", out=tmp_path / "run", progress=False)
+    assert len(told) == 2 and told[0] == told[1]

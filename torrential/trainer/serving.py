@@ -24,7 +24,7 @@ class ServerPlan:
         self.layout = plan(model, strategy.bucket_bytes)
         own = adapt_optimizer(config.recipe, task.optimizer.with_lr(config.lr), model)
         self.spec = strategy.optimizer(own)
-        self.consistency = strategy.consistency(config.workers)
+        self.consistency, self.handlers = strategy.consistency(config.workers), strategy.handlers
         self.numel = sum(self.layout.sizes.values())
         self.bounds = bounds(self.layout, self.spec)  # where the key space may be cut; None: anywhere
 

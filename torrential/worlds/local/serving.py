@@ -33,6 +33,7 @@ def serve(job: Job, number: int, link: Link, post: Post) -> None:
         plan.spec,
         plan.consistency,
         initial=plan.initial() if begins else None,
+        handlers=plan.handlers,
         filled=lambda version: link.send(m.Filled(version)),
     )
     return_freed_memory()  # of the models that the first parameters were made from

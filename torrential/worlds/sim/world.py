@@ -188,7 +188,9 @@ class _Run:
 
         def program() -> None:
             filled = lambda version: views.filled(number, version)  # noqa: E731
-            server = Server(mail, plan.layout, plan.spec, plan.consistency, initial=initial, filled=filled)
+            server = Server(
+                mail, plan.layout, plan.spec, plan.consistency, initial=initial, handlers=plan.handlers, filled=filled
+            )
             self._built(address, server)
             server.run()
 
