@@ -5,7 +5,7 @@ A program is plain blocking code. Whatever it needs from outside (time, randomne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -19,7 +19,6 @@ from torrential.params.home import Home, Update
 from torrential.params.layout import Bucket
 from torrential.server.client import Answer, Client, Pending
 from torrential.server.consistency import Consistency
-from torrential.server.shard import Handler
 from torrential.task import OptimizerSpec
 
 
@@ -137,7 +136,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes: ClassVar[int] = 1 << 22
     served: ClassVar[bool] = False  # whether parameters are kept by servers
     together: ClassVar[bool] = False  # if served: whether the workers of a clock are dealt one joined batch
-    handlers: ClassVar[Mapping[str, Handler]] = {}  # if served: what `ctx.params.call(name)` has the servers do
+    handlers: ClassVar[Mapping[str, Callable[..., Sequence[Tensor]]]] = {}
+    """If served: what `ctx.params.call(name)` has the servers do, given a shard, options and tensors."""
 
     def worker(self, ctx: Context) -> None:
         raise NotImplementedError
