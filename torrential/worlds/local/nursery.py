@@ -78,7 +78,6 @@ def preload() -> None:
     torch.set_num_threads(1)  # no pool of threads may exist when we fork
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000)  # roles make small objects all the time, and hardly any that refer to one another
 
 
 def _become(spawn: Spawn, parent: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import torch
@@ -36,5 +37,6 @@ def serve(job: Job, number: int, link: Link, post: Post) -> None:
         handlers=plan.handlers,
         filled=lambda version: link.send(m.Filled(version)),
     )
+    gc.set_threshold(20_000)  # letters are small objects, and refer to none that refer to them
     return_freed_memory()  # of the models that the first parameters were made from
     mail.server.run()
