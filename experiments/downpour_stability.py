@@ -13,7 +13,6 @@ Written: OUT/table.md, OUT/results.json.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -26,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.jobs import run_missing
+from experiments.jobs import options, run_missing
 from torrential.errors import Diverged
 from torrential.records import Evaluation, replace_file
 from torrential.run import train
@@ -165,13 +164,7 @@ def summary(found: list[Outcome]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="runs/downpour-stability")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing that would not end within this")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
-    parser.add_argument("--report", action="store_true", help="only write the table of what is there")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
+    args = options(__doc__, "runs/downpour-stability").parse_args(arguments)
     if args.one:
         what = json.loads(args.one)
         run_one(Setup(**what["setup"]), Path(what["directory"]))

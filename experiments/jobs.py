@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import subprocess
 import sys
 import time
@@ -91,6 +93,17 @@ def run_missing(
     if skipped:
         print(f"no time for {len(skipped)} of {len(todo)} runs; call again to go on", file=sys.stderr)
     return failed
+
+
+def options(description: str | None, out: str) -> argparse.ArgumentParser:
+    """Of an experiment that is many runs: where they go, how many at once, and for how long."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=out)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing that would not end within this")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--report", action="store_true", help="only write the table of what is there")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser
 
 
 def _left(running: list[_Running], waiting: list[Job], at_once: int, expected: Callable[[str], float | None]) -> float:

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.jobs import run_missing
+from experiments.jobs import options, run_missing
 from torrential.records import Evaluation, Step, replace_file
 from torrential.run import TrainResult, train
 from torrential.tasks import load_task
@@ -279,13 +279,7 @@ def draw(path: Path, found: dict[tuple[str, str], list[Outcome]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="runs/stragglers")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start nothing that would not end within this")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once; each needs a few cores to start")
-    parser.add_argument("--report", action="store_true", help="only write the table of what is there")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
+    args = options(__doc__, "runs/stragglers").parse_args(arguments)
     if args.one:
         what = json.loads(args.one)
         run_one(Setup(**what["setup"]), Path(what["directory"]))

@@ -9,17 +9,15 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 from torrential import cli
 from torrential.worlds.local import nursery
-from torrential.worlds.local.launch import Launch
+from torrential.worlds.local.warm import Launched
 
 ROOT = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -75,54 +73,21 @@ def _become(args: list[str], out: str, err: str, env: dict[str, str], directory:
     given = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [directory, *given, *(path for path in sys.path if path != str(Path(__file__).parent))]
     sys.argv = ["torrential", *args]
-    cli.Launch = ForkedNursery  # type: ignore[misc]
+    cli.Launch = forked_nursery  # type: ignore[assignment, misc]
     cli.main()
 
 
-class ForkedNursery(Launch):
-    def __init__(self) -> None:
-        self.socket, theirs = socket.socketpair()
-        self.used = False
-        pid = os.fork()
-        if not pid:
-            self.socket.close()
-            _serve(theirs)
-        theirs.close()
-        self._process = _Child(pid)  # type: ignore[assignment]
-
-
-def _serve(theirs: socket.socket) -> None:
-    os.setsid()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    code = 1
-    try:
+def forked_nursery() -> Launched:
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if not pid:
+        ours.close()
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         nursery.keep_freed_memory()
         nursery.preload()
-        nursery.serve(theirs.detach())
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-class _Child:
-    def __init__(self, pid: int) -> None:
-        self._pid, self._descriptor = pid, os.pidfd_open(pid)
-        self._waited = False
-
-    def kill(self) -> None:
-        if not self._waited:
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-
-    def wait(self, timeout: float | None = None) -> None:
-        if self._waited:
-            return
-        if not select.select([self._descriptor], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired("nursery", timeout or 0.0)
-        os.waitpid(self._pid, 0)
-        os.close(self._descriptor)
-        self._waited = True
+        nursery.serve_and_exit(theirs.detach())
+    theirs.close()
+    return Launched(ours, pid)

@@ -197,16 +197,16 @@ def _check_recipe(
         )
     schedule = schedule_of(config, joined)
     adapted = adapt_optimizer(recipe, task.optimizer, model)
-    if recipe.layerwise != "none" and strategy.optimizer(adapted).kind is not adapted.kind:
+    kind = strategy.optimizer(adapted).kind  # the servers'
+    if recipe.layerwise != "none" and kind is not adapted.kind:
         raise BadInput(
             f"layerwise={recipe.layerwise} would have no effect: servers of {config.strategy} have an optimizer of "
             "their own; add --set server=task"
         )
     warnings = without_effect(recipe, asked.options, schedule, config.batch_size, model)
-    served = strategy.optimizer(adapted).kind
-    if served is not adapted.kind:
+    if kind is not adapted.kind:
         warnings.append(
-            f"the servers of {config.strategy} use {served.__name__} with this rate in the place of the task's "
+            f"the servers of {config.strategy} use {kind.__name__} with this rate in the place of the task's "
             f"{adapted.kind.__name__}; --set server=task keeps the task's"
         )
     if recipe.layerwise == "lars" and asked.lr is None:

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import traceback
+from typing import NoReturn
 
 import msgspec
 
@@ -146,6 +147,19 @@ def serve(fd: int) -> None:
             os.kill(pid, signal.SIGKILL)
         for pid in children:
             os.waitpid(pid, 0)
+
+
+def serve_and_exit(fd: int) -> NoReturn:
+    """For a process that was forked to do this."""
+    code = 1
+    try:
+        serve(fd)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import traceback
 
 from torrential.errors import RunFailed
 from torrential.worlds.local.launch import END_SECONDS, Launch
@@ -53,7 +52,7 @@ class Warm:
         if not pid:
             ours.close()
             raise RunFailed("the process that starts the processes of runs is gone; run again")
-        return _Launched(ours, pid)
+        return Launched(ours, pid)
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -67,8 +66,8 @@ class Warm:
             self._process.wait()
 
 
-class _Launched(Launch):
-    """A nursery that is not our child."""
+class Launched(Launch):
+    """A nursery that was forked, here or elsewhere."""
 
     def __init__(self, ours: socket.socket, pid: int) -> None:
         self.socket, self.used = ours, False
@@ -105,15 +104,7 @@ def main(fd: int) -> None:
             if pid == 0:
                 control.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                code = 1
-                try:
-                    nursery.serve(fds[0])
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stderr.flush()
-                    os._exit(code)
+                nursery.serve_and_exit(fds[0])
             os.close(fds[0])
             control.send(pid.to_bytes(8))
 
