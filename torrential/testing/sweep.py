@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from torrential.config import RunConfig, Settings
 from torrential.errors import RunFailed, WorkerFailed
 from torrential.records import Evaluation, Record
+from torrential.run import Silent
 from torrential.strategies import make_strategy
 from torrential.task import OptimizerSpec, Task
 from torrential.testing.audit import Audit, Violation
@@ -74,7 +75,7 @@ def simulate(schedule: Schedule, audit: Audit | None = None) -> tuple[list[Recor
     records: list[Record] = []
     observer = Forgetful(audit)
     world = SimWorld(make_cluster(schedule.cluster), observer.of, audit)
-    world.run(_job(schedule), records.append, _Silent())
+    world.run(_job(schedule), records.append, Silent())
     return records, observer.saved
 
 
@@ -148,11 +149,3 @@ class Forgetful(Observer):
         self.saved += [flat[name].numpy().tobytes() for name in sorted(flat)]
         if self._audit is not None:
             self._audit.snapshot(snapshot, flat)
-
-
-class _Silent:
-    def record(self, record: Record) -> None: ...
-
-    def worker_state(self, worker: int, state: str) -> None: ...
-
-    def tick(self) -> None: ...
