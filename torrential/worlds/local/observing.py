@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torrential.records import Evaluation
 from torrential.trainer.observer import Observer
+from torrential.trainer.pending import Parts, Pending
 from torrential.trainer.snapshot import Snapshot
 from torrential.worlds.base import Job
 from torrential.worlds.local import messages as m
@@ -34,9 +35,7 @@ class _Observing:
         self._inbox = link.box(m.SnapshotTaken, m.OwnBuffers, m.Gone, m.Back, m.Noted, m.Stop, m.Dismissed)
         self._buffers = Buffers(link, -1)
         self._observer = Observer(job.task, job.config, job.strategy, torch.device(job.config.device), job.directory)
-        self._snapshots: list[tuple[m.SnapshotTaken, list[Tensor]]] = []
-        self._parts: dict[int, dict[int, dict[str, Tensor]]] = {}  # step -> rank -> that worker's buffers
-        self._gone: set[int] = set()
+        self._pending: Pending[tuple[m.SnapshotTaken, list[Tensor]]] = Pending(self._observer.has_buffers)
         self._last: Snapshot | None = None
         self._reached = False
         self.dismissed = False
@@ -44,13 +43,13 @@ class _Observing:
     def take_one(self) -> object:
         message, tensors = self._inbox.get()
         if isinstance(message, m.SnapshotTaken):
-            self._snapshots.append((message, tensors))
+            self._pending.add(message.snapshot, (message, tensors))
         elif isinstance(message, m.OwnBuffers):
-            self._parts.setdefault(message.step, {})[message.rank] = dict(zip(message.names, tensors, strict=True))
+            self._pending.part(message.rank, message.step, dict(zip(message.names, tensors, strict=True)))
         elif isinstance(message, m.Back):
-            self._gone.discard(message.rank)
+            self._pending.back(message.rank)
         elif isinstance(message, m.Gone):
-            self._gone.add(message.rank)
+            self._pending.gone(message.rank)
         elif isinstance(message, m.Stop):
             self._reached = True  # as seen by an observer before this one
         elif isinstance(message, m.Dismissed):
@@ -59,22 +58,14 @@ class _Observing:
 
     def work(self) -> None:
         """Deal with all snapshots that are complete."""
-        while self._snapshots and self._complete(self._snapshots[0][0].snapshot):
-            taken, tensors = self._snapshots.pop(0)
-            snapshot = taken.snapshot
-            if not self._reached and (self._last is None or snapshot.step > self._last.step):
-                self._process(taken, dict(zip(taken.rest, tensors, strict=True)))
-            for step in [s for s in self._parts if s <= snapshot.step]:
-                del self._parts[step]
+        while (item := self._pending.next(ready_or_not=self.dismissed)) is not None:
+            _, (taken, tensors), parts, news = item
+            if news and not self._reached:
+                self._process(taken, dict(zip(taken.rest, tensors, strict=True)), parts)
             self._link.send(m.SnapshotDone(taken.rank, taken.slot))
             return_freed_memory()  # until the next one
 
-    def _complete(self, snapshot: Snapshot) -> bool:
-        """Whether every worker's part has come, or will never come."""
-        here = set(self._parts.get(snapshot.step, {})) | self._gone
-        return self.dismissed or not self._observer.has_buffers or here >= set(snapshot.members)
-
-    def _process(self, taken: m.SnapshotTaken, rest: dict[str, Tensor]) -> None:
+    def _process(self, taken: m.SnapshotTaken, rest: dict[str, Tensor], parts: Parts) -> None:
         flat = {
             name: self._buffers.get(f"snapshot{taken.slot}/{name}", numel, getattr(torch, dtype), taken.rank)
             for name, numel, dtype in taken.vectors
@@ -82,7 +73,7 @@ class _Observing:
         self._observer.load(flat, rest)
         evaluation = self._observer.evaluate(taken.snapshot, "validation")
         self._note(evaluation)
-        self._observer.save(taken.snapshot, flat, rest, self._parts.get(taken.snapshot.step, {}))
+        self._observer.save(taken.snapshot, flat, rest, parts)
         self._last = taken.snapshot
         if self._observer.task.reaches(self._observer.config.target, evaluation.value):
             self._reached = True

@@ -430,7 +430,7 @@ class _Run:
         if (message.rank, message.slot) not in self._snapshots:
             return  # a new observer did again what the old one had done
         taken, _tensors = self._snapshots.pop((message.rank, message.slot))
-        self._parts = [(p, t) for p, t in self._parts if p.step > taken.snapshot.step]
+        self._parts = [(p, t) for p, t in self._parts if p.step >= taken.snapshot.step]
         if message.rank in self._workers:
             self._workers[message.rank].send(message)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torrential.records import Evaluation, Record
 from torrential.trainer.observer import Observer
+from torrential.trainer.pending import Parts, Pending
 from torrential.trainer.snapshot import Snapshot
 
 
@@ -18,44 +19,36 @@ class Observing:
         self, observer: Observer, write: Callable[[Record], None], evaluated: Mapping[tuple[str, int], float]
     ) -> None:
         self._observer, self._write, self._evaluated = observer, write, dict(evaluated)
-        self._waiting: list[tuple[Snapshot, dict[str, Tensor], dict[str, Tensor]]] = []
-        self._parts: dict[int, dict[int, dict[str, Tensor]]] = {}  # step -> rank -> that worker's buffers
-        self._gone: set[int] = set()
+        self._pending: Pending[tuple[dict[str, Tensor], dict[str, Tensor]]] = Pending(observer.has_buffers)
         self._last: Snapshot | None = None
         self.reached = False
 
     def part(self, rank: int, step: int, buffers: Mapping[str, Tensor]) -> None:
-        self._parts.setdefault(step, {})[rank] = {name: t.clone() for name, t in buffers.items()}
+        self._pending.part(rank, step, {name: t.clone() for name, t in buffers.items()})
         self.work()
 
     def take(self, snapshot: Snapshot, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
-        self._waiting.append((snapshot, _copies(flat), _copies(rest)))
+        self._pending.add(snapshot, (_copies(flat), _copies(rest)))
         self.work()
 
     def gone(self, rank: int) -> None:
-        self._gone.add(rank)
+        self._pending.gone(rank)
         self.work()
 
     def back(self, rank: int) -> None:
-        self._gone.discard(rank)
+        self._pending.back(rank)
 
     def work(self, all_of_them: bool = False) -> None:
-        while self._waiting and (all_of_them or self._complete(self._waiting[0][0])):
-            snapshot, flat, rest = self._waiting.pop(0)
-            if not self.reached and (self._last is None or snapshot.step > self._last.step):
-                self._process(snapshot, flat, rest)
-            for step in [s for s in self._parts if s <= snapshot.step]:
-                del self._parts[step]
+        while (item := self._pending.next(ready_or_not=all_of_them)) is not None:
+            snapshot, (flat, rest), parts, news = item
+            if news and not self.reached:
+                self._process(snapshot, flat, rest, parts)
 
-    def _complete(self, snapshot: Snapshot) -> bool:
-        here = set(self._parts.get(snapshot.step, {})) | self._gone
-        return not self._observer.has_buffers or here >= set(snapshot.members)
-
-    def _process(self, snapshot: Snapshot, flat: dict[str, Tensor], rest: dict[str, Tensor]) -> None:
+    def _process(self, snapshot: Snapshot, flat: dict[str, Tensor], rest: dict[str, Tensor], parts: Parts) -> None:
         self._observer.load(flat, rest)
         evaluation = self._observer.evaluate(snapshot, "validation")
         self._note(evaluation)
-        self._observer.save(snapshot, flat, rest, self._parts.get(snapshot.step, {}))
+        self._observer.save(snapshot, flat, rest, parts)
         self._last = snapshot
         self.reached = self._observer.task.reaches(self._observer.config.target, evaluation.value)
 

@@ -1,0 +1,56 @@
+"""Snapshots that wait to be evaluated and saved until every worker's part of them is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from torrential.trainer.snapshot import Snapshot
+
+T = TypeVar("T")
+Parts = dict[int, Mapping[str, Tensor]]  # rank -> that worker's own module buffers
+
+
+class Pending(Generic[T]):
+    """In the order in which they came. After a change of members one step may be given twice, its parts too."""
+
+    def __init__(self, needs_parts: bool) -> None:
+        self._needs_parts = needs_parts
+        self._waiting: list[tuple[Snapshot, T]] = []
+        self._parts: dict[int, Parts] = {}  # by step
+        self._furthest: dict[int, int] = {}  # rank -> the last step that it sent a part of
+        self._gone: set[int] = set()
+        self._newest = -1  # step that was given out
+
+    def part(self, rank: int, step: int, buffers: Mapping[str, Tensor]) -> None:
+        self._parts.setdefault(step, {})[rank] = buffers
+        self._furthest[rank] = max(step, self._furthest.get(rank, -1))
+
+    def add(self, snapshot: Snapshot, what: T) -> None:
+        self._waiting.append((snapshot, what))
+
+    def gone(self, rank: int) -> None:
+        """No part will come from it."""
+        self._gone.add(rank)
+
+    def back(self, rank: int) -> None:
+        self._gone.discard(rank)
+
+    def next(self, ready_or_not: bool = False) -> tuple[Snapshot, T, Parts, bool] | None:
+        """The first one if it is complete, its parts, and whether it is news: later than all before it."""
+        if not self._waiting or not (ready_or_not or self._complete(self._waiting[0][0])):
+            return None
+        snapshot, what = self._waiting.pop(0)
+        news = snapshot.step > self._newest
+        self._newest = max(self._newest, snapshot.step)
+        for step in [s for s in self._parts if s < snapshot.step]:  # its own may be wanted by a second one
+            del self._parts[step]
+        return snapshot, what, self._parts.get(snapshot.step, {}), news
+
+    def _complete(self, snapshot: Snapshot) -> bool:
+        """Whether every member's part is there, or will never come: it is gone, or was, and another took its place."""
+        if not self._needs_parts or snapshot.step <= self._newest:
+            return True
+        return all(r in self._gone or self._furthest.get(r, -1) >= snapshot.step for r in snapshot.members)
