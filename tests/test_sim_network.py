@@ -51,6 +51,19 @@ def test_one_message_takes_latency_and_its_bytes_once() -> None:
     assert wire.network.messages == 2 and wire.network.bytes == LARGE + SMALL
 
 
+def test_receivers_take_turns_on_the_senders_nic() -> None:
+    """Many for one do not hold up one for another; what follows them, however small, stays behind them."""
+    wire = Wire()
+    for number in range(3):
+        wire.send(f"many {number}", 0, 1)
+    wire.send("small", 0, 1, TINY)
+    wire.send("one", 0, 2)
+    arrived = wire.run()
+    large = {"many 0": 1, "one": 2, "many 1": 3, "many 2": 4}
+    assert {k: arrived[k] for k in large} == pytest.approx({k: LATENCY + n * SECONDS for k, n in large.items()})
+    assert arrived["many 2"] <= arrived["small"] <= arrived["many 2"] + LATENCY + TINY / BANDWIDTH
+
+
 def test_messages_queue_at_the_senders_nic_whoever_they_are_for() -> None:
     wire = Wire()
     for number in range(3):
@@ -218,16 +231,13 @@ def test_t7_4_halving_is_quicker_than_ring_while_latency_counts(kilobytes: int) 
 
 
 def test_t7_4_large_vectors_take_their_bytes() -> None:
-    """A tree's lines are busy for hardly longer than a ring's. That it takes a third longer, not a fifth, is due to
-    lines that serve first come, first served: the chunks that a leaf sends all at once, half of the vector, hold up
-    what it sends in the other tree."""
     (ring, ring_busy), (halving, _), (tree, tree_busy) = (
         all_reduce(a, 64_000_000) for a in ("ring", "halving", "tree")
     )
     assert halving == pytest.approx(ring, rel=0.05)
     assert ring_busy == pytest.approx(1.875 * 0.064, rel=0.01)
     assert tree_busy == pytest.approx(2 * 0.064, rel=0.01)
-    assert tree == pytest.approx(2.5 * 0.064, rel=0.05)
+    assert tree_busy < tree < 1.2 * ring  # what is above 2 n is the filling of the pipeline
 
 
 def test_t7_4_a_tree_has_few_hops() -> None:

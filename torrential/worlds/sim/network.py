@@ -1,6 +1,6 @@
 """What a message takes: latency, and the time of its bytes on the sender's and on the receiver's NIC.
 
-    sender's NIC     |== a ==|== b ==|                one message after the other
+    sender's NIC     |== a ==|== b ==|                one message after the other, receivers taking turns
     latency                  ·········
     receiver's NIC            |== a ==|== c ==|        first come, first served, whoever sent it
     receiver                          |= a =|= c =|    applies or copies it, and has it then
@@ -11,6 +11,7 @@ large ones. Messages of one role to another never overtake each other.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from math import inf
 from typing import Any
@@ -22,6 +23,9 @@ from torrential.worlds.sim.trace import IN, OUT, Trace
 
 SMALL = 16_384  # bytes
 TINY = 1_024  # nothing to deal with
+
+
+Pair = tuple[int, int]  # the addresses of a sender and a receiver
 
 
 class Line:
@@ -49,8 +53,10 @@ class Network:
         self._in: dict[int, Line] = {}
         self._inside: dict[int, Line] = {}  # by the address of the sender
         self._handled: dict[int, float] = {}  # by address: when the last that came will have been dealt with
-        self._coming: dict[tuple[int, int], tuple[int, float]] = {}  # by pair: how many are on the way, and till when
-        self._last: dict[tuple[int, int], float] = {}  # by pair of addresses: when the last message was delivered
+        self._coming: dict[Pair, tuple[int, float]] = {}  # by pair: how many are on the way, and till when
+        self._last: dict[Pair, float] = {}  # by pair of addresses: when the last message was delivered
+        self._leaving: dict[Pair, float] = {}  # when the last large message of a pair has left the sender's NIC
+        self._backlog: dict[Pair, deque[tuple[Any, ...]]] = {}  # what waits for that
         self._held: dict[frozenset[int], float] = {}  # sides of partitions: until when
         self._slow: dict[frozenset[int], float] = {}  # sides of slow links: what they add
         self.messages = 0
@@ -68,8 +74,41 @@ class Network:
             start = line.take(now, nbytes) + costs.inside_latency
             self._deliver(source, to, to_host, start + nbytes / line.bandwidth, nbytes, deliver, args)
             return
+        pair = source, to
+        if pair in self._backlog or (nbytes > SMALL and self._leaving.get(pair, 0.0) > now):
+            self._queue(pair, from_host, to_host, nbytes, deliver, args)
+        else:
+            self._leave(pair, from_host, to_host, nbytes, deliver, args)
+
+    def _queue(self, pair: Pair, *rest: Any) -> None:
+        """Behind those of the same pair, of which one at a time is on the line."""
+        if pair not in self._backlog:
+            self._backlog[pair] = deque()
+            self._kernel.at(self._leaving[pair], self._next, pair)
+        self._backlog[pair].append(rest)
+
+    def _next(self, pair: Pair) -> None:
+        backlog = self._backlog[pair]
+        self._leave(pair, *backlog.popleft())
+        if backlog:
+            self._kernel.at(max(self._kernel.now, self._leaving[pair]), self._next, pair)
+        else:
+            del self._backlog[pair]
+
+    def _leave(
+        self,
+        pair: Pair,
+        from_host: int,
+        to_host: int,
+        nbytes: int,
+        deliver: Callable[..., None],
+        args: tuple[Any, ...],
+    ) -> None:
+        (source, to), now, costs = pair, self._kernel.now, self._costs
         line = self._out.get(from_host) or self._out.setdefault(from_host, Line(costs.bandwidth))
         start = line.take(now, nbytes)
+        if nbytes > SMALL:
+            self._leaving[pair] = line.free_at
         if self._trace is not None:
             self._trace.span(from_host, OUT, f"to {to_host}", start, start + nbytes / line.bandwidth)
         start += costs.latency
@@ -77,7 +116,6 @@ class Network:
             start = self._across(from_host, to_host, start)
             if start == inf:
                 return
-        pair = source, to
         if nbytes <= SMALL and pair not in self._coming:
             self._deliver(source, to, to_host, start + nbytes / line.bandwidth, nbytes, deliver, args)
             return
