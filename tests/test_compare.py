@@ -15,7 +15,7 @@ from made_up import config, write_run
 
 from torrential import cli
 from torrential.errors import BadInput, RunFailed
-from torrential.records import MANIFEST, RECORDS, read_manifest
+from torrential.records import MANIFEST, RECORDS, Evaluation, read_manifest, read_records
 from torrential.study.conduct import is_finished
 from torrential.study.directory import read_question
 from torrential.study.plan import Trial
@@ -137,6 +137,20 @@ def test_the_same_rules_for_all(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert before == {path: path.read_bytes() for path in out.rglob(RECORDS)}
     message = refused("compare", *args, "--seed", 1)
     assert message == f"{out} holds another study (seed: 0 there, 1 asked); choose another --out"
+
+
+def test_test_data_is_read_once_in_each_run_that_is_reported_and_never_to_tune(tmp_path: Path) -> None:
+    (tmp_path / "even.toml").write_text(CLUSTER)
+    args = ("digits-mlp", "--strategies", "allreduce,ssp", "--target", 0.9, "--trials", 1, "--tune", "lr=0.02,0.05")
+    command("compare", *args, "--steps", 20, "--cluster", tmp_path / "even.toml", "--out", tmp_path / "study")
+    reads = {
+        kind: [
+            sum(isinstance(record, Evaluation) and record.split == "test" for record in read_records(path))
+            for path in (tmp_path / "study").glob(f"{kind}/*/{RECORDS}")
+        ]
+        for kind in ("tuning", "runs")
+    }
+    assert reads == {"tuning": [0] * 4, "runs": [1] * 2}
 
 
 @pytest.mark.parametrize(

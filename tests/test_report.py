@@ -19,6 +19,7 @@ from torrential.report import figures, page, scaling, series, tables
 from torrential.report.page import write_report
 from torrential.report.timeline import timeline, timeline_bins
 from torrential.study.results import DIVERGED, Entry, Study
+from torrential.study.verdict import judge
 
 EVERYTHING = ["verdict", "time", "samples", "target", "spent", "staleness", "scaling", "timeline", "trials", "setup"]
 
@@ -128,7 +129,7 @@ def test_fewer_than_three_trials_are_not_a_result() -> None:
 
 def test_the_page_says_how_it_was_made(full: Page) -> None:
     assert "torrential compare digits --strategies bsp,ssp --set 'slow=1:4 '" in full.words
-    for fact in ("A Processor", "25.3 GB", "2.13.0", "2026-11-15T07:12:30+00:00", "settings.evaluate_every"):
+    for fact in ("A Processor", "25.3 GB", "2.13.0", "2026-11-15T07:12:30+00:00", "evaluate_every"):
         assert fact in full.words
     assert "From one evaluation to the next, in the median: 0.5000 s." in full.words
     assert "Fewer than 3 are not a result." in full.words
@@ -220,13 +221,33 @@ def test_half_missed_is_no_median() -> None:
 def test_a_band_is_where_all_trials_have_values() -> None:
     long = (np.array([0.0, 10.0]), np.array([0.0, 1.0]))
     short = (np.array([2.0, 4.0]), np.array([0.4, 0.6]))
-    found = series.band([long, short], points=3)
+    found = series.band([long, short], [False, False], points=3)
     assert found is not None
     grid, mean, sd = found
     assert grid.tolist() == [2.0, 3.0, 4.0]
     assert mean == pytest.approx([0.3, 0.4, 0.5]) and sd == pytest.approx([0.1 * 2**0.5] * 3)
-    assert series.band([long]) is None and series.band([long, (np.array([11.0]), np.array([1.0]))]) is None
-    assert series.band([long, (np.array([]), np.array([]))]) is None
+    late = (np.array([11.0]), np.array([1.0]))
+    assert series.band([long], [False]) is None and series.band([long, late], [False, True]) is None
+
+
+@pytest.mark.parametrize(("arrived", "end"), [([True, True], 10.0), ([False, True], 10.0), ([True, False], 4.0)])
+def test_a_trial_that_arrived_keeps_its_last_value_and_no_other(arrived: list[bool], end: float) -> None:
+    long = (np.array([0.0, 10.0]), np.array([0.0, 1.0]))
+    short = (np.array([2.0, 4.0]), np.array([0.4, 0.6]))
+    found = series.band([long, short], arrived, points=2)
+    assert found is not None and found[0].tolist() == [2.0, end]
+    assert found[1][1] == pytest.approx((end / 10 + 0.6) / 2)
+
+
+def test_a_trial_that_was_cut_off_is_drawn_and_in_no_mean() -> None:
+    entry = make_entry("bsp", trials=3)
+    cut = replace(entry, runs=[*entry.runs[:2], make_run("bsp-3", "bsp", 4, seed=3, best=0.5, seconds=2.0, cut=True)])
+    whole, partly = (
+        figures.metric_curves(make_study([replace(entry, runs=runs)]), "time") for runs in (entry.runs[:2], cut.runs)
+    )
+    assert whole is not None and partly is not None
+    assert len(partly["data"]) == len(whole["data"]) + 1
+    assert partly["data"][-1] == whole["data"][-1]
 
 
 def test_thinning_keeps_ends_and_spikes() -> None:
@@ -321,9 +342,31 @@ def test_the_table_holds_every_trial_and_no_empty_column() -> None:
 
 def test_options_are_told_apart() -> None:
     common, own = tables.options(full_study())
-    assert ["batch_size", "16"] in common.rows and ["settings.evaluate_every", "25"] in common.rows
-    assert own.head == ["entry", "strategy", "workers", "seed"]
-    assert own.rows[4] == ["downpour · 4 workers", "downpour", "4", "0, 1, 2"]
+    assert ["batch_size", "16"] in common.rows and ["evaluate_every", "25"] in common.rows
+    assert own.head == ["option", *(entry.name for entry in full_study().entries)]
+    assert own.rows[0] == ["strategy", "allreduce", "allreduce", "allreduce", "ssp", "downpour"]
+    assert own.rows[1] == ["workers", "2", "4", "8", "4", "4"]
+
+
+def test_entries_have_their_numbers_beside_the_verdict(full: Page) -> None:
+    study = full_study()
+    table = tables.entries(study, judge(study))
+    assert table.head[:5] == ["entry", "reached", "mean ± sd, s", "median", "all, s"] and len(table.rows) == 5
+    assert all(cell in full.words for row in table.rows for cell in row)
+    assert "Evaluated at intervals of the runs' own" in full.words
+
+
+def test_what_was_tried_on_validation_data_and_what_was_chosen() -> None:
+    ssp = replace(make_entry("ssp"), name="ssp", tuned={"lr": "0.1"})
+    tried = [
+        replace(make_entry("ssp", trials=2, rate=r), name=f"ssp · lr={lr}") for lr, r in (("0.1", 1.0), ("1", 0.1))
+    ]
+    table = tables.tuning(make_study([ssp], tuning=tried))
+    assert [row[0] for row in table.rows] == ["ssp · lr=0.1", "ssp · lr=1"]
+    assert [row[1:3] for row in table.rows] == [["2", "2"], ["2", "0"]]
+    assert [row[-1] for row in table.rows] == ["chosen", ""] and table.rows[1][3] == "–"
+    assert table.rows[0][5] == "96.00"  # seconds of 4 workers, in two runs of 12 s
+    assert not any("test" in name for name in table.head)
 
 
 def test_values_that_are_no_numbers_draw_nothing() -> None:

@@ -116,7 +116,7 @@ def test_no_winner_is_invented(entries, times, monkeypatch):
     right = 0
     for _ in range(times):
         verdict = judge(study({name: list(random.lognormal(1, 0.3, 5)) for name in "abcd"[:entries]}))
-        right += not any(pair.differs for pair in verdict.pairs)
+        right += "no difference seen" in verdict.sentences[0] and not any(pair.differs for pair in verdict.pairs)
     assert right >= 0.95 * times
 
 

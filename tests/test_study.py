@@ -5,6 +5,7 @@ import csv
 import itertools
 import json
 import math
+import os
 import shutil
 from collections import Counter
 from io import StringIO
@@ -273,6 +274,18 @@ def test_another_question_is_refused_and_the_same_one_is_not(tmp_path):
         open_directory(tmp_path / "b", what)
 
 
+def test_what_killed_processes_left_half_written_is_no_obstacle(tmp_path):
+    dead, alive = 2**22 + 1, os.getpid()  # the first is above any process's number
+    for name in (f".writable-{dead}", f".{STUDY}.tmp-{dead}", f".report.html.tmp-{dead}"):
+        (tmp_path / name).write_text("{")
+    open_directory(tmp_path, question())
+    assert os.listdir(tmp_path) == [STUDY]
+    (tmp_path / f".report.html.tmp-{dead}").write_text("<html>")
+    (tmp_path / f".report.html.tmp-{alive}").write_text("<html>")
+    open_directory(tmp_path, question())
+    assert sorted(os.listdir(tmp_path)) == [f".report.html.tmp-{alive}", STUDY]
+
+
 def test_one_process_at_a_time(tmp_path):
     open_directory(tmp_path, question())
     with locked(tmp_path), pytest.raises(BadInput, match="is still going on"), locked(tmp_path):
@@ -356,6 +369,11 @@ def test_the_harness_refuses_to_report():
     assert finer.sentences == ["not a result: a was evaluated more often than declared (once per epoch)"]
     failures = judge(study({"a": [1.0, 1.1, 1.2, 1.3, 1.4], "b": [9.0, 9.1, 9.2, None, None]}))
     assert "sooner" not in failures.pairs[0].sentence and "b in 3 of 5" in failures.pairs[0].sentence
+    least = judge(study({"a": [1.0, 1.1, 1.2, None, None], "b": [None] * 5})).sentences[0]
+    assert least == (
+        "a was the soonest to 90 % accuracy here (2 of 5 trials missed it, so there is no time to report); "
+        "b never reached it, which may be chance"
+    )
 
 
 def test_diverged_runs_are_missed_runs():

@@ -35,6 +35,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that one role waits for another before it is taken for hung."""
     evaluate_every: int | None = None
     """Steps between two snapshots (evaluation and checkpoint); by default one per epoch."""
+    test: bool = True
+    """Whether the test data has the last word; runs that tune leave it alone."""
     gradients: Literal["on", "off"] = "on"
     """Off: every message and clock of a simulation, and none of the arithmetic; nothing is learnt then."""
     trace: bool = False

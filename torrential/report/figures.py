@@ -15,7 +15,7 @@ import numpy as np
 from torrential.progress import metric_value, number
 from torrential.report import series
 from torrential.report.marks import Figure, Key, Trace, entry_keys, outcome, safe, short, time_name, unbroken
-from torrential.study.results import Entry, Study
+from torrential.study.results import Entry, Run, Study
 
 Works = dict[int, series.Work]  # by id() of the run
 
@@ -28,8 +28,8 @@ ROW_PIXELS = 58  # of one entry among bars
 def metric_curves(study: Study, against: str) -> Figure | None:
     traces: list[Trace] = []
     for entry, key in zip(study.entries, entry_keys(study), strict=True):
-        curves = [series.metric_curve(run, against) for run in entry.runs]
-        traces += _curves([curve for curve in curves if len(curve[0])], key, against)
+        curves = [(run, series.metric_curve(run, against)) for run in entry.runs]
+        traces += _curves([(run, curve) for run, curve in curves if len(curve[0])], key, against)
     if not traces:
         return None
     title = time_name(study) if against == "time" else "samples"
@@ -43,12 +43,14 @@ def metric_curves(study: Study, against: str) -> Figure | None:
     return {"data": traces, "layout": layout}
 
 
-def _curves(curves: list[series.Curve], key: Key, against: str) -> list[Trace]:
-    """All trials thin, their mean thick with a band of one standard deviation; a single trial is thick itself."""
+def _curves(curves: list[tuple[Run, series.Curve]], key: Key, against: str) -> list[Trace]:
+    """All trials thin, the mean of those that ended thick with a band of one standard deviation; a single trial is
+    thick itself."""
     unit = " s" if against == "time" else " samples"
     hover = f"%{{y}} after %{{x:,.4~r}}{unit}<extra>{safe(key.name)}</extra>"
     common = {"type": "scatter", "meta": key.key, "name": safe(key.name), "hovertemplate": hover}
-    summary = series.band(curves)
+    ended = [(run, curve) for run, curve in curves if run.finished]
+    summary = series.band([curve for _, curve in ended], [run.time_to_target is not None for run, _ in ended])
     thick = {"color": key.colour, "width": 2.5, "dash": key.dash}
     traces: list[Trace] = []
     if summary is not None:
@@ -56,7 +58,7 @@ def _curves(curves: list[series.Curve], key: Key, against: str) -> list[Trace]:
         outline = {"x": short([*grid, *grid[::-1]]), "y": short([*(mean + sd), *(mean - sd)[::-1]])}
         fill = {"mode": "lines", "line": {"width": 0}, "fill": "toself", "fillcolor": key.colour + "2e"}
         traces.append(common | outline | fill | {"hoverinfo": "skip", "hovertemplate": None})
-    for curve in curves:
+    for _, curve in curves:
         x, y = series.thin(curve, CURVE_POINTS)
         line = thick if len(curves) == 1 else {"color": key.colour, "width": 1}
         mode = "lines+markers" if len(x) == 1 or (len(curves) == 1 and len(x) <= 60) else "lines"
@@ -164,16 +166,17 @@ def staleness(study: Study, works: Works) -> Figure | None:
     totals = [sum((works[id(run)].updates.staleness for run in entry.runs), Counter[int]()) for entry in study.entries]
     if not any(value > 0 for total in totals for value in total):
         return None
+    largest = max(value for total in totals for value in total)
     traces: list[Trace] = []
     for key, total in zip(entry_keys(study), totals, strict=True):
         if not total:
             continue
         x, y = series.shares_at_most(total)
+        x, y = np.append(x, largest), np.append(y, 1.0)  # a line to the end for every entry
         hover = f"%{{y:.1%}} at most %{{x}}<extra>{safe(key.name)}</extra>"
-        mode = "lines+markers" if len(x) <= 40 else "lines"
-        line = {"color": key.colour, "dash": key.dash, "width": 2.5}
+        line = {"color": key.colour, "dash": key.dash, "width": 2.5, "shape": "hv"}
         traces.append(
-            {"type": "scatter", "mode": mode, "x": short(x), "y": short(y), "line": line, "marker": {"size": 6},
+            {"type": "scatter", "mode": "lines", "x": short(x), "y": short(y), "line": line,
              "cliponaxis": False, "meta": key.key, "name": safe(key.name), "hovertemplate": hover}
         )  # fmt: skip
     layout = {

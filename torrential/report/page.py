@@ -25,6 +25,7 @@ from torrential.report import figures, scaling, series, tables
 from torrential.report.marks import Figure, Key, entry_keys, keys
 from torrential.report.timeline import event_words, timeline, timeline_bins
 from torrential.study.results import Study
+from torrential.study.show import legend
 from torrential.study.verdict import FEWEST, judge
 from torrential.version import __version__
 
@@ -51,6 +52,7 @@ class Trial:
     entry: str
     figure: Figure
     events: list[str]
+    changes: int  # events that are about a worker: deaths, joins
     more: int  # events that are not listed
 
 
@@ -76,9 +78,11 @@ def render(study: Study) -> str:
         refused=bool(verdict.refused),
         verdict=[sentence(study, text) for text in verdict.sentences],
         rules=[sentence(study, text) for text in verdict.rules],
+        entries=tables.entries(study, verdict),
+        legend=sentence(study, legend(verdict)),
         sections=sections,
         trials=trials,
-        first=max(trials, key=lambda trial: len(trial.events)).id if trials else "",
+        first=max(trials, key=lambda trial: trial.changes).id if trials else "",
         table=tables.trials(study, works),
         tuning=tables.tuning(study) if study.tuning else None,
         commands=tables.commands(study),
@@ -95,16 +99,17 @@ def render(study: Study) -> str:
 
 def figure_sections(study: Study, works: dict[int, series.Work]) -> list[Section]:
     """In the page's order; what a study has no records for has no section."""
-    legend = entry_keys(study)
+    items = entry_keys(study)
     groups = keys((name for name, _ in scaling.scaling_groups(study)), "s")
     target = "" if study.target is None else metric_value(study.metric, study.target)
     bands = (
-        "Thick: the mean over trials, with one standard deviation either way, as far as all trials go. Thin: trials."
+        "Thick: the mean over trials, with one standard deviation either way; a trial that has reached the target "
+        "keeps its last value. Thin: trials."
     )
     found: list[tuple[str, str, str, dict[str, Figure | None], list[Key]]] = [
-        ("time", f"{study.metric} against time", bands, {"against-time": figures.metric_curves(study, "time")}, legend),
+        ("time", f"{study.metric} against time", bands, {"against-time": figures.metric_curves(study, "time")}, items),
         ("samples", f"{study.metric} against samples", bands + " What is left when time does not count.",
-         {"against-samples": figures.metric_curves(study, "samples")}, legend),
+         {"against-samples": figures.metric_curves(study, "samples")}, items),
         ("target", f"Time to {target}",
          "Bars: the median of finished trials, a miss being later than anything; no bar where that is a miss. Points: "
          "trials.",
@@ -114,18 +119,18 @@ def figure_sections(study: Study, works: dict[int, series.Work]) -> list[Section
          {"time-spent": figures.time_spent(study, works)}, []),
         ("staleness", "Staleness",
          "How many updates by others came between a worker's read and its push, over all updates of all trials.",
-         {"stale": figures.staleness(study, works)}, legend),
+         {"stale": figures.staleness(study, works)}, items),
         ("scaling", "More workers",
          "Lines: medians of the trials shown as points, missed ones left out. Dotted: each worker worth as much as the "
          "first ones.",
          {"scaling-time": scaling.scaling(study, "time"), "scaling-speed": scaling.scaling(study, "speed")}, groups),
     ]  # fmt: skip
     sections = []
-    for name, title, text, drawn, items in found:
+    for name, title, text, drawn, named in found:
         there = {key: figure for key, figure in drawn.items() if figure is not None}
         if there:
             shown = {trace.get("meta") for figure in there.values() for trace in figure["data"]}
-            used = [item for item in items if item.key in shown]
+            used = [item for item in named if item.key in shown]
             sections.append(Section(name, title[0].upper() + title[1:], text, there, used))
     return sections
 
@@ -139,7 +144,9 @@ def timeline_trials(study: Study, works: dict[int, series.Work]) -> list[Trial]:
             if figure is not None:
                 events = [event_words(event) for event in run.events[:EVENTS_LISTED]]
                 more = len(run.events) - len(events)
-                found.append(Trial(f"t{len(found)}", run.directory.name, entry.name, figure, events, more))
+                changes = sum(event.worker is not None for event in run.events)
+                name = run.directory.name
+                found.append(Trial(f"t{len(found)}", name, entry.name, figure, events, changes, more))
     return found
 
 

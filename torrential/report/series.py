@@ -105,15 +105,16 @@ def thin(curve: Curve, most: int) -> Curve:
     return x[chosen], y[chosen]
 
 
-def band(curves: Sequence[Curve], points: int = 200) -> tuple[Floats, Floats, Floats] | None:
+def band(curves: Sequence[Curve], arrived: Sequence[bool], points: int = 200) -> tuple[Floats, Floats, Floats] | None:
     """Grid, mean and standard deviation over curves, where all of them have values; None where they never do.
 
-    Outside that span the mean would be over whichever trials happened to last longest.
+    A trial that has arrived at the target stops there, and keeps its last value. Outside of the span the mean would be
+    over whichever trials happened to last longest.
     """
-    curves = [curve for curve in curves if len(curve[0])]
     if len(curves) < 2:
         return None
-    start, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    ends = [x[-1] for (x, _), there in zip(curves, arrived, strict=True) if not there]
+    start, end = max(x[0] for x, _ in curves), min(ends, default=max(x[-1] for x, _ in curves))
     if not start < end:
         return None
     grid = np.linspace(start, end, points)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,12 @@ import numpy as np
 from torrential.progress import byte_count, metric_value, number
 from torrential.report.marks import outcome, samples_per_second
 from torrential.report.series import Work, metric_curve
+from torrential.study import show
 from torrential.study.results import Entry, Run, Study
+from torrential.study.tuning import best_value
+from torrential.study.verdict import Verdict
+
+SECTIONS = ("options.", "settings.", "recipe.")  # of a configuration; no two options have the same name
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,11 @@ class Table:
     head: list[str]
     rows: list[list[str]]
     words: int = 1  # so many columns are words; numbers, on the right, follow
+
+
+def entries(study: Study, verdict: Verdict) -> Table:
+    """What the verdict was found from, as the terminal shows it."""
+    return Table(show.columns(study), [show.cells(study, row) for row in verdict.rows])
 
 
 def trials(study: Study, works: dict[int, Work]) -> Table:
@@ -62,18 +73,30 @@ def _metric(study: Study, value: float) -> str:
 
 
 def tuning(study: Study) -> Table:
-    head = ["tried", "trials", *(["reached the target"] if study.target is not None else []), "mean seconds to it",
-            f"mean test {study.metric}"]  # fmt: skip
-    if study.target is None:
-        head.remove("mean seconds to it")
-    return Table(head, [_tuned(study, entry) for entry in study.tuning])
+    """What was tried on validation data, what it cost, and what was chosen."""
+    found = ["reached the target", "median seconds", f"best validation {study.metric}"]
+    return Table(["tried", "trials", *found, "worker-s", ""], [_tuned(study, entry) for entry in study.tuning])
 
 
 def _tuned(study: Study, entry: Entry) -> list[str]:
-    times = [run.time_to_target for run in entry.runs if run.time_to_target is not None]
-    values = [run.summary.value for run in entry.runs if run.summary and run.summary.value is not None]
-    to_target = [f"{len(times)}", number(fmean(times)) if times else ""] if study.target is not None else []
-    return [entry.name, f"{len(entry.runs)}", *to_target, _metric(study, fmean(values)) if values else ""]
+    times = [math.inf if run.time_to_target is None else run.time_to_target for run in entry.finished]
+    reached = [time for time in times if math.isfinite(time)]
+    middle = median(times) if times else math.inf
+    best = [value for run in entry.finished if (value := best_value(run, study.maximize)) is not None]
+    return [
+        entry.name,
+        f"{len(times)}",
+        f"{len(reached)}",
+        number(middle) if math.isfinite(middle) else "–",
+        _metric(study, fmean(best)) if best else "–",
+        number(entry.workers * sum(run.seconds for run in entry.finished)),
+        "chosen" if entry.name in (_chosen(other) for other in study.entries) else "",
+    ]
+
+
+def _chosen(entry: Entry) -> str:
+    """The name that an entry has among those tried."""
+    return f"{entry.name} · " + " ".join(f"{name}={value}" for name, value in entry.tuned.items())
 
 
 def commands(study: Study) -> list[str]:
@@ -105,16 +128,25 @@ def machines(study: Study) -> Table:
 
 def options(study: Study) -> tuple[Table, Table]:
     """What all trials had in common, and what each entry had; values that changed from trial to trial are listed."""
-    configs = [[_flat(run.config) for run in entry.runs] for entry in study.entries]
+    configs = [[_named(_flat(run.config)) for run in entry.runs] for entry in study.entries]
     names = list(dict.fromkeys(name for entry in configs for config in entry for name in config))
     everywhere = {name: {config.get(name, "") for entry in configs for config in entry} for name in names}
     same = [[name, value] for name in names if len(everywhere[name]) == 1 for value in everywhere[name] if value]
     differ = [name for name in names if len(everywhere[name]) > 1]
     rows = [
-        [entry.name, *(", ".join(dict.fromkeys(config.get(name, "") for config in own)) for name in differ)]
-        for entry, own in zip(study.entries, configs, strict=True)
+        [name, *(", ".join(dict.fromkeys(config.get(name, "") for config in own)) for own in configs)]
+        for name in differ
     ]
-    return Table(["option", "value"], same, words=2), Table(["entry", *differ], rows, words=len(differ) + 1)
+    heads = ["option", *(entry.name for entry in study.entries)]
+    return Table(["option", "value"], same, words=2), Table(heads, rows, words=len(heads))
+
+
+def _named(config: dict[str, str]) -> dict[str, str]:
+    """As they are called after --set; without seeds, which are with the trials."""
+    plain = {name: value for name, value in config.items() if name != "seed"}
+    for section in SECTIONS:
+        plain = {name.removeprefix(section): value for name, value in plain.items()}
+    return plain
 
 
 def evaluations(study: Study) -> list[str]:
@@ -151,4 +183,4 @@ def _plain(value: Any) -> str:
         return ""
     if isinstance(value, (list, tuple)):
         return ", ".join(map(_plain, value))
-    return number(value) if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def read_question(directory: Path) -> Question:
 
 def open_directory(directory: Path, question: Question) -> Question:
     """Make the study's directory, or find in it the same study; gives the question that is kept there."""
+    if directory.is_dir():
+        _sweep(directory)
     if (directory / STUDY).exists():
         kept = read_question(directory)
         if changed := differences(kept, question):
@@ -46,6 +49,14 @@ def open_directory(directory: Path, question: Question) -> Question:
     content = msgspec.json.format(msgspec.json.encode(question), indent=2) + b"\n"
     records.replace_file(directory / STUDY, content)
     return question
+
+
+def _sweep(directory: Path) -> None:
+    """Take away what processes that were killed while they wrote a file have left of it."""
+    for path in directory.glob(".*"):
+        half = re.fullmatch(r"\.(?:writable|.+\.tmp)-(\d+)", path.name)
+        if half and not Path("/proc", half[1]).exists():
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torrential import prepare, records, run
 from torrential.errors import Diverged
 from torrential.records import Event, RecordWriter, Step
@@ -29,7 +31,10 @@ class Train:
     def __call__(self, trial: Trial) -> None:
         launch = self._launch() if trial.spec.world == "local" else None
         try:
-            job = prepare.prepare(request(self._asked, trial.spec, self._task, trial.seed), trial.directory)
+            asked = request(self._asked, trial.spec, self._task, trial.seed)
+            if trial.values:  # test data is for what is reported
+                asked = replace(asked, options=asked.options | {"test": "false"})
+            job = prepare.prepare(asked, trial.directory)
             listener = self._watching.listen(run.planned_steps(job))
             try:
                 run.execute(job, launch, lambda _: listener)

@@ -41,19 +41,27 @@ def _table(study: Study, verdict: Verdict) -> RenderableType:
     target = "no target" if study.target is None else f"{metric_value(study.metric, study.target)} {study.metric}"
     label = " (not a result)" if verdict.refused else ""
     table = Table(title=f"{study.task}: time to {target}{label}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("entry", overflow="fold")
-    names = ("reached", "mean ± sd, s", "median", "all, s", "worker-s", "sent", f"test {study.metric}", "options")
-    for name in names:
-        table.add_column(name, justify="right", overflow="fold")
+    for name in columns(study):
+        table.add_column(name, justify="left" if name == "entry" else "right", overflow="fold")
     for row in verdict.rows:
-        table.add_row(*(Text(cell) for cell in _cells(study, row)))
-    legend = "worker-s, sent: by workers until the target, on average; options: that were set for the entry"
+        table.add_row(*(Text(cell) for cell in cells(study, row)))
+    return Group(table, Text(legend(verdict), style="dim"))
+
+
+def columns(study: Study) -> list[str]:
+    """Of the table that has a line for each entry."""
+    times = ["reached", "mean ± sd, s", "median", "all, s"]
+    return ["entry", *times, "worker-s", "sent", f"test {study.metric}", "options"]
+
+
+def legend(verdict: Verdict) -> str:
+    words = "worker-s, sent: by workers until the target, on average; options: that were set for the entry"
     if any(row.missed >= MISSES for row in verdict.rows):
-        legend += f"; *: {MISSES} or more missed, so these times are no result"
-    return Group(table, Text(legend, style="dim"))
+        words += f"; *: {MISSES} or more missed, so these times are no result"
+    return words
 
 
-def _cells(study: Study, row: Row) -> list[str]:
+def cells(study: Study, row: Row) -> list[str]:
     star = "*" if row.missed >= MISSES and row.reached else ""
     times = [_short(time) if math.isfinite(time) else "missed" for time in row.times]
     tuned = "".join(f" {name}={value}" for name, value in row.entry.tuned.items())

@@ -19,15 +19,21 @@ def choose(tried: Sequence[Tried], maximize: bool) -> dict[str, str]:
 
     def rank(one: Tried) -> tuple[float, float]:
         times = [math.inf if run.time_to_target is None else run.time_to_target for run in one[1]]
-        return float(np.median(times)), -statistics.fmean(_best(run, maximize) for run in one[1])
+        return float(np.median(times)), -statistics.fmean(_goodness(run, maximize) for run in one[1])
 
     return min(tried, key=rank)[0]
 
 
-def _best(run: Run, maximize: bool) -> float:
-    """Higher is better, whatever the metric."""
+def best_value(run: Run, maximize: bool) -> float | None:
+    """Of the metric on validation data."""
     values = [evaluation.value for evaluation in run.validation if math.isfinite(evaluation.value)]
-    return -math.inf if run.diverged or not values else max(values) if maximize else -min(values)
+    return (max if maximize else min)(values, default=None)
+
+
+def _goodness(run: Run, maximize: bool) -> float:
+    """Higher is better, whatever the metric."""
+    value = best_value(run, maximize)
+    return -math.inf if run.diverged or value is None else value if maximize else -value
 
 
 def cost(study: Study) -> tuple[int, float]:

@@ -221,7 +221,9 @@ def _answer(study: Study, rows: list[Row], pairs: list[Pair]) -> str:
         return f"nobody reached {target}"
     trials = _count(best.trials, "trial")
     average = f"{number(best.time.mean)} s on average, {trials}"
-    if best.missed:
+    if best.missed >= MISSES:
+        average = f"{best.missed} of {trials} missed it, so there is no time to report"
+    elif best.missed:
         average = f"{number(best.time.mean)} s on average of {best.reached} that reached it, {trials}"
     if len(rows) == 1:
         return f"{best.entry.name} reached {target} in {best.reached} of {trials} ({average})"
@@ -230,8 +232,12 @@ def _answer(study: Study, rows: list[Row], pairs: list[Pair]) -> str:
         return f"{best.entry.name} reached {target} soonest ({average})"
     if not _can_tell(pairs):
         return f"undecided: {best.entry.name} was the soonest to {target} here ({average}), but {_too_few(pairs)}"
-    names = [best.entry.name, *(row.entry.name for row in rivals)]
-    return f"soonest to {target}, with no difference seen between them: {_and(names)}"
+    there = [row.entry.name for row in rivals if row.reached]
+    never = [row.entry.name for row in rivals if not row.reached]
+    chance = f"; {_and(never)} never reached it, which may be chance" if never else ""
+    if not there:
+        return f"{best.entry.name} was the soonest to {target} here ({average}){chance}"
+    return f"soonest to {target}, with no difference seen between them: {_and([best.entry.name, *there])}{chance}"
 
 
 def soonest(rows: list[Row]) -> Row | None:
@@ -307,4 +313,4 @@ def _count(number: int, what: str) -> str:
 
 
 def _and(names: list[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

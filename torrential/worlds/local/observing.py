@@ -88,6 +88,6 @@ class _Observing:
     def close(self) -> None:
         """The last word is the test set's, on the parameters last evaluated, maybe by an observer before this one."""
         last = self._last or self._observer.load_saved()
-        if last is not None:
+        if last is not None and self._observer.config.settings.test:
             self._note(self._observer.evaluate(last, "test"))
         self._link.send(m.Left(0))

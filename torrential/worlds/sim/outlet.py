@@ -58,10 +58,10 @@ class Observing:
             self._write(evaluation)
 
     def close(self) -> None:
-        """The last word is the test set's."""
+        """The last word is the test set's, unless it was to be left alone."""
         self.work(all_of_them=True)
         last = self._last or self._observer.load_saved()
-        if last is not None:
+        if last is not None and self._observer.config.settings.test:
             self._note(self._observer.evaluate(last, "test"))
 
 
