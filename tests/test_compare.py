@@ -200,12 +200,15 @@ def test_a_report_of_a_directory_of_runs(tmp_path: Path, capfd: pytest.CaptureFi
     for i in range(4):
         write_run(tmp_path / f"a{i}", config("allreduce", seed=i), 4.0 + i / 10)
         write_run(tmp_path / f"s{i}", config("ssp", seed=i), 2.0 + i / 10)
-    command("report", tmp_path, "--json")
+    command("report", tmp_path, "--json", "--tensorboard")
     streams = capfd.readouterr()
     told = json.loads(streams.out)
     assert told["verdict"][0] == "ssp reached 90 % accuracy soonest (2.150 s on average, 4 trials)"
     assert told["report"] == str(tmp_path / "report.html") and (tmp_path / "report.html").exists()
     assert "ssp reached 90 % accuracy soonest" in streams.err and f"report: {tmp_path}" in streams.err
+    assert len((tmp_path / "trials.csv").read_text().splitlines()) == 9
+    assert len(list(tmp_path.glob("tensorboard/*/*tfevents*"))) == 8
+    command("report", tmp_path)  # what was written beside the runs is no run
 
 
 def test_nothing_to_report(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from collections import Counter
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from random import Random
@@ -30,6 +31,7 @@ from torrential.study.plan import Trial, reported_trials, tuning_trials
 from torrential.study.read import read_run, read_study
 from torrential.study.results import STUDY, Entry, Study
 from torrential.study.show import show, to_json, write_csv
+from torrential.study.tensorboard import event_file, write_events
 from torrential.study.verdict import judge, outlook, too_often
 from torrential.study.watch import Watching
 
@@ -525,6 +527,29 @@ def test_json_and_csv(tmp_path):
     assert len(lines) == 6 and {line["outcome"] for line in lines} <= {"reached", "missed"}
     assert {line["time_to_target"] for line in lines if line["outcome"] == "reached"} == {"1.5"}
     assert len({line["seed"] for line in lines}) == 6
+
+
+# What TensorBoard 2.21 itself writes for the version and two scalars.
+EVENTS = (
+    "1800000000000000a37f4b2209000000406e55da411a0d627261696e2e4576656e743a32c3486dfc"
+    "2a00000000000000ae8d91f509000060406e55da4110e8072a1c0a1a0a1376616c69646174696f6e2f6163637572616379150000003f3b97ab2d"
+    "2600000000000000734fe30009000060406e55da4110e8072a180a160a0f76616c69646174696f6e2f6c6f7373150000803ec78018b3"
+)
+
+
+def test_event_files_are_as_tensorboard_writes_them(tmp_path):
+    place = {"split": "validation", "step": 50, "epoch": 1, "samples": 1000, "time": 1.5}
+    one = run(config("ssp"), 1.0)
+    few = replace(one, steps=[], evaluations=[Evaluation(value=0.5, loss=0.25, **place)])
+    assert event_file(few, "accuracy").hex() == EVENTS
+    what = question(trials=2, tune={"lr": ["0.1", "0.3"]})
+    open_directory(tmp_path, what)
+    found = conduct(what, tmp_path, fake, Unseen())
+    write_events(found)
+    files = sorted(path.parent.name for path in write_events(found).rglob("*tfevents*"))
+    assert len(files) == 8 and files[:2] == ["allreduce-1", "allreduce-2"] and files[-1] == "tuning-ssp-lr=0.3-1"
+    tags = event_file(one, "accuracy")
+    assert all(tag in tags for tag in (b"train/loss of worker 1", b"validation/accuracy", b"test/loss"))
 
 
 def test_progress_in_plain_lines(tmp_path):

@@ -22,6 +22,7 @@ WriteReport = Callable[["Study", Path], None]
 WORKERS = "2"
 TRIALS = 5  # with which up to four entries can be told apart
 REPORT = "report.html"
+TENSORBOARD = "Write the runs as event files for TensorBoard, too."
 EXAMPLES = """Examples:\n
     torrential compare digits --strategies allreduce,downpour,ssp --target 0.97 --set slow=1:4\n
     torrential compare digits --strategies downpour:push_every=5+lr=0.02,ssp:staleness=3 --target 0.97 --workers 2,4\n
@@ -85,6 +86,7 @@ def add(
         ] = None,
         resume: Annotated[Path | None, typer.Option(help="Go on with the study in this directory.")] = None,
         data_dir: Annotated[Path | None, typer.Option(help="Where data sets are.", envvar="TORRENTIAL_DATA")] = None,
+        tensorboard: Annotated[bool, typer.Option("--tensorboard", help=TENSORBOARD)] = False,
         json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
     ) -> None:
         """Train TASK in several ways, several times each, and say which reaches the target soonest.
@@ -124,18 +126,25 @@ def add(
             else:
                 asked = _asked(task, given, options(set_ or []))
             study = _compare(asked, out, err)
-            _tell(study, json, write_report, err, table=True)
+            try:
+                _tell(study, json, tensorboard, write_report, err)
+            except BaseException as error:
+                if not isinstance(error, Exception):  # Ctrl-C, or asked to end
+                    all_there = "stopped; all runs are there, and their report is written by: torrential report"
+                    err.print(f"{all_there} {study.directory}", highlight=False, soft_wrap=True)
+                raise
 
     @app.command()
     def report(
         directory: Annotated[Path, typer.Argument(help="A study, a directory of runs, or one run.")],
+        tensorboard: Annotated[bool, typer.Option("--tensorboard", help=TENSORBOARD)] = False,
         json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
     ) -> None:
-        """Say what the runs in DIRECTORY show, and write it as a page: DIRECTORY/report.html."""
+        """Say what the runs in DIRECTORY show, and write it as a page (report.html) and as a table (trials.csv)."""
         with ending():
             from torrential.study.read import read_study
 
-            _tell(read_study(directory), json, write_report, err, table=False)
+            _tell(read_study(directory), json, tensorboard, write_report, err)
 
 
 def _asked(task: str | None, given: dict[str, Any], options: dict[str, Any]) -> Asked:
@@ -219,7 +228,7 @@ def _fresh(task: str) -> Path:
     return path
 
 
-def _tell(study: Study, json: bool, write_report: WriteReport, err: Console, table: bool) -> None:
+def _tell(study: Study, json: bool, tensorboard: bool, write_report: WriteReport, err: Console) -> None:
     from torrential.study.show import show, to_json, write_csv
     from torrential.study.verdict import judge
 
@@ -227,8 +236,12 @@ def _tell(study: Study, json: bool, write_report: WriteReport, err: Console, tab
     show(study, verdict, Console(stderr=json))
     page = study.directory / REPORT
     write_report(study, page)
-    if table:
-        err.print(f"runs: {write_csv(study)}", highlight=False, soft_wrap=True)
-    err.print(f"report: {page}", highlight=False, soft_wrap=True)
+    written = {"runs": write_csv(study), "report": page}
+    if tensorboard:
+        from torrential.study.tensorboard import write_events
+
+        written = {"TensorBoard": write_events(study)} | written
+    for name, path in written.items():
+        err.print(f"{name}: {path}", highlight=False, soft_wrap=True)
     if json:
         print(to_json(study, verdict, page))

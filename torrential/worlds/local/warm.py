@@ -106,7 +106,10 @@ def main(fd: int) -> None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 nursery.serve_and_exit(fds[0])
             os.close(fds[0])
-            control.send(pid.to_bytes(8))
+            try:
+                control.send(pid.to_bytes(8))
+            except OSError:
+                return  # whoever asked is gone
 
 
 if __name__ == "__main__":
