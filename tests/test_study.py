@@ -477,8 +477,24 @@ def test_directories_without_a_study(tmp_path):
         read_study(tmp_path)
     write_run(tmp_path / "two" / "a", config(), 1.0)
     write_run(tmp_path / "two" / "b", config(task="fashion"), 1.0)
-    with pytest.raises(BadInput, match=r"several tasks \(1 of digits, 1 of fashion\)"):
-        read_study(tmp_path / "two")
+    write_run(tmp_path / "two" / "c", config(task="fashion", seed=1), 2.0)
+    found = read_study(tmp_path / "two")
+    assert found.task == "fashion" and [len(entry.runs) for entry in found.entries] == [2]
+    assert "shown are the 2 of fashion and not the 1 of digits; keep them apart" in found.problems[0]
+
+
+@pytest.mark.parametrize("text", ["{", '{"format": 7}'])
+def test_runs_whose_question_cannot_be_read_are_shown(text, tmp_path):
+    what = question()
+    open_directory(tmp_path, what)
+    conduct(what, tmp_path, fake, Unseen())
+    (tmp_path / STUDY).write_text(text)
+    found = read_study(tmp_path)
+    assert [len(entry.finished) for entry in found.entries] == [3, 3] and not found.asked
+    assert found.problems[0].endswith("; its runs are shown, but not what was asked")
+    shutil.rmtree(tmp_path / "runs")
+    with pytest.raises(BadInput, match=STUDY):
+        read_study(tmp_path)
 
 
 def test_different_targets_are_not_judged_by(tmp_path):

@@ -14,6 +14,8 @@ from random import Random
 
 from torrential.study.ask import Question, Spec, grid, slug, with_values
 
+RUNS = "runs"  # where those are that are reported
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -44,7 +46,7 @@ def tuning_directory(root: Path, spec: Spec, values: Mapping[str, str], number: 
 
 
 def trial_directory(root: Path, spec: Spec, number: int) -> Path:
-    return root / "runs" / f"{spec.slug}-{number}"
+    return root / RUNS / f"{spec.slug}-{number}"
 
 
 def tuning_trials(question: Question, root: Path) -> list[Trial]:

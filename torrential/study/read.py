@@ -19,7 +19,7 @@ from torrential.errors import BadInput
 from torrential.records import Evaluation, Event, Step, Summary
 from torrential.study.ask import Question, Spec, grid, own_options
 from torrential.study.directory import read_question
-from torrential.study.plan import trial_directory, tuning_directory
+from torrential.study.plan import RUNS, trial_directory, tuning_directory
 from torrential.study.results import STUDY, Entry, Run, Study
 from torrential.study.tuning import choose
 
@@ -30,14 +30,29 @@ def read_study(directory: Path) -> Study:
     if not directory.is_dir():
         raise BadInput(f"there is no directory {directory}; name a study, a directory of runs, or a run")
     if (directory / STUDY).exists():
-        return _asked(directory, read_question(directory))
-    inside = [directory] if _is_run(directory) else sorted(filter(_is_run, directory.iterdir()))
+        return _asked_or_plain(directory)
+    inside = [directory] if _is_run(directory) else _runs_in(directory)
     if not inside:
         studies = sorted(place.name for place in directory.iterdir() if (place / STUDY).exists())
         if studies:
             raise BadInput(f"{directory} holds studies ({_few(studies)}); name one: {directory / studies[-1]}")
         raise BadInput(f"there is no run in {directory}; make some with torrential compare, or torrential train")
-    return _plain(directory, inside)
+    return _plain(directory, inside, [])
+
+
+def _asked_or_plain(directory: Path) -> Study:
+    """Where the question cannot be read, what was answered is shown as it is."""
+    try:
+        question = read_question(directory)
+    except BadInput as error:
+        if not (inside := _runs_in(directory / RUNS)):
+            raise
+        return _plain(directory, inside, [f"{error}; its runs are shown, but not what was asked"])
+    return _asked(directory, question)
+
+
+def _runs_in(directory: Path) -> list[Path]:
+    return sorted(filter(_is_run, directory.iterdir())) if directory.is_dir() else []
 
 
 def read_run(directory: Path) -> Run:
@@ -121,22 +136,25 @@ def _entry(spec: Spec, name: str, options: dict[str, Any], runs: list[Run]) -> E
 
 
 # -- a directory of runs ----------------------------------------------------------------------------------------------
-def _plain(directory: Path, inside: Sequence[Path]) -> Study:
-    problems: list[str] = []
+def _plain(directory: Path, inside: Sequence[Path], problems: list[str]) -> Study:
     runs = _read_all(inside, problems)
     if not runs:
         raise BadInput(f"no run in {directory} can be read: {'; '.join(problems[:FEW])}")
-    tasks = Counter(run.config["task"] for run in runs)
-    if len(tasks) > 1:
-        held = ", ".join(f"{count} of {task}" for task, count in tasks.items())
-        raise BadInput(f"{directory} holds runs of several tasks ({held}), which cannot be compared; keep them apart")
+    (task, count), *others = Counter(run.config["task"] for run in runs).most_common()
+    if others:
+        rest = ", ".join(f"{number} of {other}" for other, number in others)
+        problems.append(
+            f"{directory} holds runs of several tasks, which cannot be compared: shown are the {count} of {task} and "
+            f"not the {rest}; keep them apart"
+        )
+        runs = [run for run in runs if run.config["task"] == task]
     targets = {run.config["target"] for run in runs}
     if len(targets) > 1:
         problems.append(f"the runs have different targets ({_few(sorted(map(str, targets)))}): none is judged by")
     entries = _group(runs, problems)
     return Study(
         directory=directory,
-        task=next(iter(tasks)),
+        task=task,
         metric=next((run.summary.metric for run in runs if run.summary), "metric"),
         target=targets.pop() if len(targets) == 1 else None,
         trials=min(len(entry.finished) for entry in entries),
