@@ -345,7 +345,7 @@ def test_missed_runs_count_and_are_shown():
 def test_nobody_reached_it():
     verdict = judge(study({"a": [None] * 3, "b": [None] * 3}))
     assert verdict.sentences == [
-        "nobody reached 90 % accuracy",
+        "nobody reached 90 % accuracy; nearest on validation data: 80 %, by a",
         "neither a nor b reached 90 % accuracy (3 trials each)",
     ]
 
@@ -528,6 +528,8 @@ def test_the_table_has_all_points_and_labels_what_is_no_result():
     assert "1.00 2.00 missed missed" in text and "2 of 4" in text and "1.50 ± 0.707*" in text
     assert "3.00 4.00 5.00 6.00" in text and "not a result" not in text
     assert "(not a result)" in shown(study({"a": [1.0], "b": [2.0]}))
+    never = shown(study({"a": [None] * 3}))
+    assert "all missed" in never and "*" not in never
 
 
 def test_json_and_csv(tmp_path):

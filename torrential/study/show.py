@@ -56,7 +56,7 @@ def columns(study: Study) -> list[str]:
 
 def legend(verdict: Verdict) -> str:
     words = "worker-s, sent: by workers until the target, on average; options: that were set for the entry"
-    if any(row.missed >= MISSES for row in verdict.rows):
+    if any(row.missed >= MISSES and row.reached for row in verdict.rows):
         words += f"; *: {MISSES} or more missed, so these times are no result"
     return words
 
@@ -70,7 +70,7 @@ def cells(study: Study, row: Row) -> list[str]:
         f"{row.reached} of {row.trials}",
         _mean_sd(row.time) + star,
         _or_dash(row.time.median),
-        " ".join(times) or "–",
+        " ".join(times) if row.reached else "all missed" if times else "–",
         _or_dash(row.worker_seconds.mean),
         byte_count(row.bytes_sent.mean) if row.bytes_sent.count else "–",
         _metric_spread(study.metric, row.value),

@@ -17,7 +17,7 @@ from torrential.study import statistics
 from torrential.study.ask import Question, grid
 from torrential.study.results import Entry, Run, Study
 from torrential.study.statistics import LEVEL, Difference, Spread, spread
-from torrential.study.tuning import at_the_edge, cost
+from torrential.study.tuning import at_the_edge, best_value, cost
 
 FEWEST = 3  # trials that make a result
 MISSES = 2  # from which on the times of an entry are no result
@@ -218,7 +218,7 @@ def _interval(study: Study) -> str:
 def _answer(study: Study, rows: list[Row], pairs: list[Pair]) -> str:
     target, best = _target(study), soonest(rows)
     if best is None or not best.reached:
-        return f"nobody reached {target}"
+        return f"nobody reached {target}{_nearest(study)}"
     trials = _count(best.trials, "trial")
     average = f"{number(best.time.mean)} s on average, {trials}"
     if best.missed >= MISSES:
@@ -238,6 +238,20 @@ def _answer(study: Study, rows: list[Row], pairs: list[Pair]) -> str:
     if not there:
         return f"{best.entry.name} was the soonest to {target} here ({average}){chance}"
     return f"soonest to {target}, with no difference seen between them: {_and([best.entry.name, *there])}{chance}"
+
+
+def _nearest(study: Study) -> str:
+    """Who came nearest on validation data, as far as is known."""
+    found = [
+        (value, entry.name)
+        for entry in study.entries
+        for run in entry.finished
+        if (value := best_value(run, study.maximize)) is not None
+    ]
+    if not found:
+        return ""
+    value, name = (max if study.maximize else min)(found, key=lambda each: each[0])
+    return f"; nearest on validation data: {metric_value(study.metric, value)}, by {name}"
 
 
 def soonest(rows: list[Row]) -> Row | None:
