@@ -108,6 +108,20 @@ def test_whoever_stops_it_is_told_how_to_go_on(
     assert f"{said}finished runs are kept; go on with: torrential compare --resume {out}" in message
 
 
+@pytest.mark.parametrize(("cause", "code"), [(KeyboardInterrupt(), 130), (cli.Terminated(15), 143)])
+def test_a_signal_while_a_module_is_loaded_is_no_failure_of_the_module(
+    cause: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    def fail(**how: Any) -> None:
+        raise ImportError("initialization failed") from cause
+
+    codes: list[int] = []
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    cli.main()
+    assert codes == [code] and capfd.readouterr().err == ""
+
+
 # -- simulated --------------------------------------------------------------------------------------------------------
 def test_the_same_rules_for_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What is given in steps is of the first entry; the others get as many samples."""

@@ -292,6 +292,10 @@ def main() -> None:
         code = 130
     except Terminated as end:
         code = 128 + int(end.args[0])
+    except ImportError as error:  # what modules in C++ make of a signal that comes while they are loaded
+        if not isinstance(error.__cause__, KeyboardInterrupt | Terminated):
+            raise
+        code = 130 if isinstance(error.__cause__, KeyboardInterrupt) else 128 + int(error.__cause__.args[0])
     except Exception as error:
         if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "format_message"):
             if text := _usage(error):  # none where the help itself was the answer
