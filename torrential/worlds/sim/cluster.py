@@ -5,6 +5,9 @@
     [network]                               every host has one NIC, which its transfers share
     latency = 50e-6
     bandwidth = 1.25e9
+    [inside]                                what the roles of one host share; by default nothing
+    cores = 8
+    memory = 6e-11
     [[stragglers]]
     worker = 3
     factor = 4.0
@@ -66,6 +69,21 @@ class Network(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds per byte that whoever receives takes to deal with it: a server to apply it, a worker to copy it."""
 
 
+class Inside(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the roles of one host share; benchmarks/fidelity.py finds these numbers for the machine it runs on."""
+
+    cores: Count | None = None
+    """When more roles than these are at work, each has its share of them; None: a core for every role."""
+    contention: Seconds = 0.0
+    """Each further core at work slows all of them down by this: 0.1 makes two take 1.1 times as long."""
+    letter: Seconds = 0.0
+    """That a letter takes whoever reads it, whatever is in it."""
+    memory: Seconds | None = None
+    """Per byte that is read or written, where roles of one host share memory, as with transport=shared: tensors stay
+    where they are, and whoever copies, adds up or updates them (in allreduce its own slice) takes its own time for it.
+    None: tensors travel inside a host, too, and no update takes any time."""
+
+
 class Straggler(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Slow for good, or now and then."""
 
@@ -123,6 +141,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether servers have hosts of their own, after those of the workers; else they are spread over the workers'."""
     compute: Compute = Compute()
     network: Network = Network()
+    inside: Inside = Inside()
     stragglers: tuple[Straggler, ...] = ()
     faults: tuple[Fault, ...] = ()
     accidents: Accidents = Accidents()

@@ -16,7 +16,7 @@ from torrential.comm.schedules.base import Costs
 from torrential.config import RunConfig
 from torrential.errors import Regrouped, WaitedTooLong
 from torrential.worlds.sim.group import Group
-from torrential.worlds.sim.mail import HEADER, Hub, SimMail, copies
+from torrential.worlds.sim.mail import ADD, COPY, HEADER, Hub, SimMail, copies
 
 PAUSE_SECONDS = 1.0  # of virtual time, between looks at the clock
 MEMORY = 1e-10  # seconds per byte added up, where nothing else is known
@@ -43,7 +43,7 @@ class SimMessenger:
         receiver = hub.mails.get(to)
         if receiver is not None:
             assert isinstance(receiver, SimComm)
-            nbytes = HEADER + sum(t.nbytes for t in tensors)
+            nbytes = HEADER + (0 if comm.together else sum(t.nbytes for t in tensors))
             came = (self.rank, self.generation, tag), copies(tensors)
             hub.network.send(comm.address, comm.host, to, receiver.host, nbytes, receiver.messenger.deliver, *came)
         outgoing = Outgoing()
@@ -84,9 +84,10 @@ class SimComm(SimMail):
         super().__init__(hub, rank, hub.cluster.host_of_worker(rank))
         self.rank, self._group, self._config = rank, group, config
         self.members: tuple[int, ...] = ()
+        self.together = False  # whether all members see the same memory
         self.generation = 0
         self.messenger = SimMessenger(self)
-        self._carrier = ScheduledCarrier(rank, self.meter, self.check, config.settings.timeout, self.messenger)  # type: ignore[arg-type]
+        self.carrier = ScheduledCarrier(rank, self.meter, self.check, config.settings.timeout, self.messenger)  # type: ignore[arg-type]
         self._seconds_per_sample, self._batch = seconds_per_sample, 0
         self._later: list[tuple[float, Callable[[], None]]] = []
 
@@ -98,10 +99,12 @@ class SimComm(SimMail):
         seconds *= cluster.factor(self._config.seed, self.rank, self._batch)
         self._batch += 1
         later, self._later = self._later, []
+        done = 0.0
         for share, then in later:
-            self.sleep(max(0.0, began + share * seconds - self.now()))
+            self.work(max(0.0, share * seconds - done))
+            done = max(done, share * seconds)
             then()
-        self.sleep(max(0.0, began + seconds - self.now()))
+        self.work(seconds - done)
         self.span("compute", began)
         return result
 
@@ -110,8 +113,10 @@ class SimComm(SimMail):
 
     # -- collectives ----------------------------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor) -> Handle:
+        if self.together:
+            return _InMemory(self, tensor)
         name = self._config.settings.algorithm
-        return self._carrier.all_reduce(tensor, self._pick(tensor.nbytes) if name == "auto" else name)
+        return self.carrier.all_reduce(tensor, self._pick(tensor.nbytes) if name == "auto" else name)
 
     def _pick(self, nbytes: int) -> str:
         network = self.hub.cluster.network
@@ -122,16 +127,16 @@ class SimComm(SimMail):
         return quickest(len(self.members), nbytes, Costs(latency, 1 / bandwidth, MEMORY))
 
     def reduce_scatter(self, region: Tensor, parts: Sequence[Part]) -> Handle:
-        return self._carrier.reduce_scatter(region, parts)
+        return self.carrier.reduce_scatter(region, parts)
 
     def all_gather(self, vector: Tensor) -> Handle:
-        return self._carrier.all_gather(vector)
+        return self.carrier.all_gather(vector)
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
-        return self._carrier.broadcast(tensor, root)
+        return self.carrier.broadcast(tensor, root)
 
     def barrier(self) -> Handle:
-        return self._carrier.barrier()
+        return self.carrier.barrier()
 
     # -- membership -----------------------------------------------------------------------------------------------
     def check(self) -> None:
@@ -141,8 +146,9 @@ class SimComm(SimMail):
     def regroup(self, stand: Callable[[], int]) -> Standing:
         standing = self._group.meet(self, stand)
         self.generation, self.members = standing.generation, standing.members
+        self.together = self.hub.shared and len({self.hub.cluster.host_of_worker(r) for r in self.members}) == 1
         self.messenger.regroup(self.generation)
-        self._carrier.regroup(self.generation, self.members)
+        self.carrier.regroup(self.generation, self.members)
         return standing
 
     def suspect(self, address: int, seconds: float) -> None:
@@ -151,6 +157,24 @@ class SimComm(SimMail):
 
     def leave(self, last: Callable[[], None] | None = None) -> None:
         self._group.leave(self, last)
+
+
+class _InMemory:
+    """A sum in shared memory: each copies out what others add up, and adds up its own slice of what they copied out.
+    The slices of the sum need not be copied: each updates its own, and all see it (params/shared.py)."""
+
+    def __init__(self, comm: SimComm, tensor: Tensor) -> None:
+        self._comm, self._slices = comm, tensor.nbytes * (len(comm.members) - 1) / len(comm.members)
+        comm.work_on(COPY * self._slices)
+        self._sum = comm.carrier.all_reduce(tensor, "direct")
+
+    def done(self) -> bool:
+        return self._sum.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._sum.wait(timeout)
+        self._comm.work_on(ADD * self._slices)
+        self._slices = 0.0
 
 
 @lru_cache(maxsize=4096)

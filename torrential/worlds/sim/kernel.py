@@ -118,6 +118,10 @@ class Role:
         self.kernel.after(seconds, self.go_on, self.turn)
         self._give_way()
 
+    def halt(self) -> None:
+        """Until `go_on`, and nothing else."""
+        self._give_way()
+
     def wait(self, seconds: float | None = None) -> None:
         """Until `wake`, but no longer than this."""
         self._deadline = None if seconds is None else self.kernel.now + seconds

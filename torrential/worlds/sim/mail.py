@@ -13,13 +13,17 @@ from torch import Tensor
 from torrential.comm.protocol import SERVERS, Handle, Letter, Meter
 from torrential.params.home import Finished
 from torrential.server.messages import View
-from torrential.worlds.sim.cluster import Cluster
+from torrential.worlds.sim.cluster import Cluster, Inside
+from torrential.worlds.sim.cores import Cores
 from torrential.worlds.sim.kernel import Kernel, Role
 from torrential.worlds.sim.network import Network
 from torrential.worlds.sim.trace import Trace
 
 HEADER = 120  # bytes of a message besides its tensors
 TICK = 1e-9  # seconds; a wait is never so short that the clock does not move
+COPY = 3  # times that a byte crosses the bus when it is copied: read, fetched to be written, written
+ADD = 3  # two are read, one is written
+LOOK = 1
 RESEND_SECONDS = 1.0  # of virtual silence, where letters are lost
 
 T = TypeVar("T")
@@ -46,6 +50,12 @@ class Hub:
         self._held: dict[tuple[int, int], float] = {}  # until when the last letter of a pair was
         accidents = cluster.accidents
         self.lossy = bool(accidents.loss or accidents.duplication)
+        self.shared = cluster.inside.memory is not None
+        self.timed = cluster.inside != Inside()
+        self._cores: dict[int, Cores] = {}  # by host
+
+    def cores(self, host: int) -> Cores:
+        return self._cores.get(host) or self._cores.setdefault(host, Cores(self.kernel, self.cluster.inside))
 
     def send(self, sender: SimMail, to: int, letter: Letter, nbytes: int) -> None:
         if self.posted is not None:
@@ -101,6 +111,24 @@ class SimMail:
     def sleep(self, seconds: float) -> None:
         self.role.sleep(seconds)
 
+    def work(self, seconds: float) -> None:
+        """Keep a core busy for so long."""
+        if not self.hub.timed:
+            self.sleep(seconds)
+        elif seconds > 0:
+            self.hub.cores(self.host).work(self.role, seconds)
+
+    def work_on(self, nbytes: float) -> None:
+        """Read or write so many bytes of the host's memory."""
+        self.work(nbytes * (self.hub.cluster.inside.memory or 0.0))
+
+    def _here(self, address: int) -> bool:
+        """Whether it sees the same memory."""
+        if not self.hub.shared:
+            return False
+        other = self.hub.mails.get(address)
+        return other is not None and other.host == self.host
+
     def span(self, what: str, began: float) -> None:
         """For the trace: what this role did until now."""
         if self.hub.trace is not None:
@@ -122,6 +150,10 @@ class SimMail:
     def post(self, to: int, message: Any, tensors: Sequence[Tensor] = ()) -> Handle:
         nbytes = sum(t.nbytes for t in tensors)
         self.meter.bytes_sent += nbytes
+        if nbytes and self._here(to):
+            if self.address < SERVERS:
+                self.work_on(COPY * nbytes)  # from where autograd left it to where the others see it
+            nbytes = 0
         self.hub.send(self, to, Letter(self.address, message, copies(tensors)), HEADER + nbytes)
         return Finished()
 
@@ -148,7 +180,14 @@ class SimMail:
             handling = min(waited, nbytes * self.hub.cluster.network.handling)
             self.meter.communicate += handling
             self.meter.wait += waited - handling
+        if letter is not None and self.hub.timed and self.address < SERVERS:
+            self._read(letter)
         return letter
+
+    def _read(self, letter: Letter) -> None:
+        self.work(self.hub.cluster.inside.letter)
+        if letter.tensors and self._here(letter.source):
+            self.work_on(COPY * sum(t.nbytes for t in letter.tensors))
 
     def stop_requested(self) -> bool:
         return self.hub.stop

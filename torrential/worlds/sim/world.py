@@ -25,6 +25,7 @@ from torrential.worlds.sim.group import Group
 from torrential.worlds.sim.kernel import Kernel, Role
 from torrential.worlds.sim.mail import Hub, SimMail
 from torrential.worlds.sim.outlet import Observing, SimOutlet
+from torrential.worlds.sim.timed import TimedHome, TimedMail, TimedServer
 from torrential.worlds.sim.trace import Trace
 from torrential.worlds.sim.views import Views
 
@@ -158,6 +159,8 @@ class _Run:
                 first = self._job.checkpoint if life == 0 else None
                 host = self._device if self._device.type == "meta" else torch.device("cpu")
                 worker = Worker(self._job.task, config, strategy, comm, outlet, self._device, host, first)
+                if self._hub.shared:
+                    worker.home = TimedHome(worker.home, comm)
                 self._built(rank, worker)
                 strategy.worker(worker)
             self._finished()
@@ -179,7 +182,8 @@ class _Run:
     def _start_server(self, number: int, begins: bool) -> None:
         assert self._views is not None
         address = SERVERS + number
-        mail = SimMail(
+        timed = self._hub.timed
+        mail = (TimedMail if timed else SimMail)(
             self._hub, address, self._cluster.host_of_server(number, self._config.workers, self._config.servers)
         )
         mail.view = self._views.view
@@ -188,7 +192,7 @@ class _Run:
 
         def program() -> None:
             filled = lambda version: views.filled(number, version)  # noqa: E731
-            server = Server(
+            server = (TimedServer if timed else Server)(
                 mail, plan.layout, plan.spec, plan.consistency, initial=initial, handlers=plan.handlers, filled=filled
             )
             self._built(address, server)

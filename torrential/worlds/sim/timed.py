@@ -1,0 +1,93 @@
+"""Roles that take their time for what they do in the memory of their host, where a cluster says how long that takes.
+
+    a worker   copies its gradient to where others see it, adds up its slice of theirs, updates its slice; or pushes,
+               and copies what it pulls
+    a server   looks through what is pushed, adds it up, updates; and answers when that is done
+
+worlds/sim/mail.py says how often each byte crosses the bus for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torrential.comm.protocol import Handle, Letter
+from torrential.params.home import Finished, Home, Update, state_keys
+from torrential.server.messages import Done
+from torrential.server.role import Server
+from torrential.worlds.sim.comm import SimComm
+from torrential.worlds.sim.mail import ADD, LOOK, SimMail
+
+
+def update(states: int) -> int:
+    """An optimizer's step: the gradient is read, parameters and states are read and written."""
+    return 1 + 2 * (1 + states)
+
+
+class TimedHome:
+    """A worker's parameters, whose update takes time."""
+
+    def __init__(self, home: Home, comm: SimComm) -> None:
+        self._home, self._comm = home, comm
+        spec, sizes = home.spec, home.layout.sizes  # type: ignore[attr-defined]
+        keys = {dtype: state_keys(spec, dtype) for dtype in sizes}
+        self._traffic = sum(
+            numel * dtype.itemsize * update(1 if keys[dtype] is None else len(keys[dtype] or ()))
+            for dtype, numel in sizes.items()
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._home, name)
+
+    def apply(self, step: Update) -> None:
+        self._home.apply(step)
+        self._comm.work_on(self._traffic / (len(self._comm.members) if self._comm.together else 1))
+
+
+class TimedMail(SimMail):
+    """Of a server: what it says while it is at work is sent when that is done."""
+
+    held: list[tuple[int, Any, Sequence[Tensor]]] | None = None
+
+    def post(self, to: int, message: Any, tensors: Sequence[Tensor] = ()) -> Handle:
+        if self.held is None:
+            return super().post(to, message, tensors)
+        self.held.append((to, message, tensors))
+        return Finished()
+
+
+class TimedServer(Server):
+    comm: TimedMail
+
+    def handle(self, letter: Letter) -> None:
+        if self.comm.held is not None:
+            return super().handle(letter)  # one that has waited for the letter that is dealt with now
+        before = self._updates()
+        said = self.comm.held = []
+        super().handle(letter)
+        self.comm.held = None
+        self.comm.work(self.comm.hub.cluster.inside.letter)
+        self.comm.work_on(LOOK * sum(t.nbytes for t in letter.tensors) + self._traffic(before, said))
+        for to, message, tensors in said:
+            self.comm.post(to, message, tensors)
+
+    def _updates(self) -> dict[int, int]:
+        return {start: link.shard.version for start, link in self._links.items() if link.holds}
+
+    def _traffic(self, before: dict[int, int], said: Sequence[tuple[int, Any, Sequence[Tensor]]]) -> int:
+        """Bytes read and written for the updates made since, and, where pushes are added up, for that."""
+        size, times = self.store.dtype.itemsize, update(len(self.store.states))
+        total = 0
+        for start, version in self._updates().items():
+            link = self._links[start]
+            made = version - before.get(start, version)
+            total += made * times * (link.stop - link.start) * size
+            if made and self._consistency.aggregates:
+                answers = sum(
+                    isinstance(m, Done) and m.start == start and not m.dropped and bool(t) for _, m, t in said
+                )
+                total += max(0, answers - 1) * ADD * (link.stop - link.start) * size
+        return total
