@@ -356,6 +356,19 @@ def test_entries_have_their_numbers_beside_the_verdict(full: Page) -> None:
     assert "Evaluated at intervals of the runs' own" in full.words
 
 
+def test_every_pair_is_in_a_table_where_there_are_several() -> None:
+    rates = {"bsp": 0.3, "ssp": 1.0, "backup": 0.9}
+    study = make_study([make_entry(name, trials=5, rate=rate) for name, rate in rates.items()], trials=5)
+    table = tables.pairs(judge(study))
+    assert [row[-1] for row in table.rows] == ["yes", "yes", "none seen"]
+    assert table.rows[0][:2] == ["ssp · 4 workers", "bsp · 4 workers"] and float(table.rows[0][2]) > 1.5
+    found = render(study)
+    assert found.sections.index("pairs") == found.sections.index("setup") - 1
+    assert "pairs" not in render(make_study(study.entries[:2], trials=5)).sections
+    missed = make_study([make_entry("bsp", trials=5, best=0.5), *study.entries[1:]], trials=5)
+    assert tables.pairs(judge(missed)).rows[0][2:4] == ["–", "–"]
+
+
 def test_what_was_tried_on_validation_data_and_what_was_chosen() -> None:
     ssp = replace(make_entry("ssp"), name="ssp", tuned={"lr": "0.1"})
     tried = [

@@ -84,6 +84,7 @@ def render(study: Study) -> str:
         trials=trials,
         first=max(trials, key=lambda trial: trial.changes).id if trials else "",
         table=tables.trials(study, works),
+        pairs=tables.pairs(verdict),
         tuning=tables.tuning(study) if study.tuning else None,
         commands=tables.commands(study),
         machines=tables.machines(study),

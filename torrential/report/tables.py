@@ -34,6 +34,17 @@ def entries(study: Study, verdict: Verdict) -> Table:
     return Table(show.columns(study), [show.cells(study, row) for row in verdict.rows])
 
 
+def pairs(verdict: Verdict) -> Table:
+    """Every two entries compared, the one that was sooner here first."""
+    rows = []
+    for pair in verdict.pairs:
+        of = pair.difference
+        times = [f"{of.ratio:.2f}", f"{of.low:.2f}–{of.high:.2f}".replace("inf", "∞")] if pair.quotable else ["–", "–"]
+        seen = "yes" if pair.differs else "none seen"
+        rows.append([pair.first.entry.name, pair.second.entry.name, *times, f"{pair.p:.2g}", seen])
+    return Table(["sooner here", "than", "times", "95 % CI", "p", "difference"], rows, words=2)
+
+
 def trials(study: Study, works: dict[int, Work]) -> Table:
     """One row per trial; a column that no trial has anything for is left out."""
     rows = [
