@@ -27,6 +27,8 @@ from torrential.comm.shared import CHUNK
 REST_SECONDS = 2e-3
 MANY = 16  # members; up to here all-gathers go straight to everybody, in one round
 
+Place = tuple[int, str]  # who sends it, and its tag
+
 
 @lru_cache(maxsize=8192)
 def planned(make: Callable[..., Plan], *args: int) -> Plan:
@@ -149,19 +151,19 @@ class Execution:
     ) -> None:
         self._messenger, self._meter = carrier.messenger, carrier.meter
         self._prefix = f"{carrier.channel}{number}/"
-        self._plan, self._members = plan, members
+        self._members = members
         self._index = members.index(carrier.rank)
         self._vector = tensor.view(-1)
-        self._streams = [_Cursor(stream) for stream in plan if stream]
+        self._streams = [_Cursor(stream, self._places(stream)) for stream in plan if stream]
         self._sent: list[tuple[int, Outgoing]] = []
 
     def start(self) -> None:
         vector = self._vector
-        for stream in self._plan:
-            for step in stream:
-                for r in step.receives:
+        for cursor in self._streams:
+            for step, places in zip(cursor.stream, cursor.places, strict=True):
+                for r, place in zip(step.receives, places, strict=True):
                     into = vector.new_empty(r.stop - r.start) if r.add else vector[r.start : r.stop]
-                    self._messenger.expect(*self._where(r), [into])
+                    self._messenger.expect(*place, [into])
 
     def advance(self) -> bool:
         """Do what can be done now; True when all that was to come has come."""
@@ -174,26 +176,30 @@ class Execution:
 
     def lagging(self) -> int:
         for cursor in self._streams:
-            for receive in cursor.stream[cursor.at].receives:
-                if not self._messenger.arrived(*self._where(receive)):
-                    return self._members[receive.source]
+            for place in cursor.places[cursor.at]:
+                if not self._messenger.arrived(*place):
+                    return place[0]
         return next((to for to, outgoing in self._sent if not outgoing.done()), self._members[self._index])
 
-    def _where(self, receive: Receive) -> tuple[int, str]:
-        return self._members[receive.source], f"{self._prefix}{receive.key}"
+    def _places(self, stream: Stream) -> list[list[Place]]:
+        """Where the messenger keeps what each step receives."""
+        members, prefix = self._members, self._prefix
+        return [[(members[r.source], f"{prefix}{r.key}") for r in step.receives] for step in stream]
 
     def _follow(self, cursor: _Cursor) -> bool:
         """Take a stream as far as it goes; True at its end."""
+        arrived = self._messenger.arrived
         while cursor.at < len(cursor.stream):
-            step = cursor.stream[cursor.at]
+            step, places = cursor.stream[cursor.at], cursor.places[cursor.at]
             if not cursor.entered:
-                cursor.entered = True
+                cursor.entered, cursor.seen = True, 0
                 for send in step.sends:
                     self._send(send)
-            if not all(self._messenger.arrived(*self._where(r)) for r in step.receives):
-                return False
-            if step.receives:
-                self._land(step.receives)
+            while cursor.seen < len(places):
+                if not arrived(*places[cursor.seen]):
+                    return False
+                cursor.seen += 1
+            self._land(step.receives, places)
             cursor.at, cursor.entered = cursor.at + 1, False
         return True
 
@@ -203,31 +209,37 @@ class Execution:
         self._sent.append((to, self._messenger.send(to, f"{self._prefix}{send.key}", [part])))
         self._meter.bytes_sent += part.nbytes
 
-    def _land(self, receives: Sequence[Receive]) -> None:
+    def _land(self, receives: Sequence[Receive], places: Sequence[Place]) -> None:
         terms: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}  # by part: what is to be added, and whose it is
-        for receive in receives:
-            (came,) = self._messenger.take(*self._where(receive))
-            part = receive.start, receive.stop
+        for receive, place in zip(receives, places, strict=True):
+            (came,) = self._messenger.take(*place)
+            start, stop = receive.start, receive.stop
             if receive.add:
-                terms.setdefault(part, []).append((receive.source, came))
-            elif came.data_ptr() != self._vector[slice(*part)].data_ptr():  # too early to land in its place
-                self._vector[slice(*part)] = came.view(-1)
-        for part, by_member in terms.items():
+                terms.setdefault((start, stop), []).append((receive.source, came))
+                continue
+            into = self._vector[start:stop]
+            if came.data_ptr() != into.data_ptr():  # too early to land in its place
+                into.copy_(came.view(-1))
+        for (start, stop), by_member in terms.items():
             by_member.sort(key=lambda term: term[0])
             before = [came for source, came in by_member if source < self._index]
             after = [came for source, came in by_member if source > self._index]
-            _add(before, self._vector[slice(*part)], after)
+            _add(before, self._vector[start:stop], after)
 
 
 class _Cursor:
     """How far a stream has come."""
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream, self.at, self.entered = stream, 0, False
+    def __init__(self, stream: Stream, places: list[list[Place]]) -> None:
+        self.stream, self.places = stream, places
+        self.at, self.entered = 0, False
+        self.seen = 0  # of this step's receives: how many are known to be here
 
 
 def _add(before: list[Tensor], own: Tensor, after: list[Tensor]) -> None:
     """own = before + own + after, left to right, in chunks; uses `before` up."""
+    if own.is_meta:
+        return  # a size without contents
     step = CHUNK if len(before) + len(after) > 1 else max(1, own.numel())
     for a in range(0, own.numel(), step):
         piece = own[a : a + step]

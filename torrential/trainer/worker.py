@@ -228,16 +228,20 @@ class Worker:
     def decide(self) -> Decision:
         assert self.ballot is not None
         votes = self.ballot.wait()  # (members, _FIRST + entries)
-        for rank, loss in zip(self.comm.members, votes[:, _LOSS].tolist(), strict=True):
-            if not math.isfinite(loss):
-                rate = self._schedule.rate(self.samples, self._joined)
-                raise NonFiniteLoss(self.step + 1, rank, loss, self._schedule.remedy(self.samples, rate))
+        if not math.isfinite(float(votes[:, _LOSS].sum())):
+            self._refuse(votes[:, _LOSS].tolist())
         loss, samples, square, stop, *used = votes.sum(0).tolist()
         scale = self._schedule.loss_scale(self._joined)
         if self.task.clip_norm is not None:
             scale = min(scale, self.task.clip_norm / (math.sqrt(square) + 1e-6))
         rate = self._schedule.rate(self.samples, self._joined)
         return Decision(Update(rate, scale, tuple(u > 0 for u in used)), loss / samples, int(samples), stop > 0)
+
+    def _refuse(self, losses: list[float]) -> None:
+        for rank, loss in zip(self.comm.members, losses, strict=True):
+            if not math.isfinite(loss):
+                rate = self._schedule.rate(self.samples, self._joined)
+                raise NonFiniteLoss(self.step + 1, rank, loss, self._schedule.remedy(self.samples, rate))
 
     def advance(self, decision: Decision) -> None:
         self.ballot, self._buffers_before = None, []
