@@ -1,0 +1,256 @@
+"""Fashion-MNIST to a fixed validation accuracy: every strategy and plain PyTorch DDP, under the rules of one study.
+
+python -m experiments.compare_fashion --out OUT               # all of it; called again, it goes on where it was stopped
+python -m experiments.compare_fashion --out OUT --report      # only the tables and pictures of what is there
+python -m experiments.compare_fashion --out OUT --workers 16
+
+Two studies, as `torrential compare` makes them and `torrential report` reads them:
+
+    OUT/nobody      nobody is slow
+    OUT/straggler   worker 1 takes four times as long for every batch (slow=1:4)
+
+One entry is not torrential's: `ddp` is run by experiments/ddp.py, in turn with the others, by the same plan: an order
+drawn for each trial, a seed for each run. Written: report.html and trials.csv in both, OUT/table.md, OUT/results.json,
+OUT/times.png and OUT/curves.png (with matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from experiments import ddp
+from torrential.progress import metric_value
+from torrential.records import replace_file
+from torrential.report.page import write_report
+from torrential.run import planned_steps
+from torrential.study.ask import Asked, Question, make_specs
+from torrential.study.conduct import conduct
+from torrential.study.directory import locked, open_directory
+from torrential.study.plan import Trial
+from torrential.study.question import make_question, request
+from torrential.study.read import read_study
+from torrential.study.results import STUDY, Entry, Run, Study
+from torrential.study.runner import Train
+from torrential.study.show import show, to_json, write_csv
+from torrential.study.verdict import Row, Verdict, judge, outlook
+from torrential.study.watch import Watching
+from torrential.task import Task
+from torrential.tasks import load_task
+
+CONDITIONS = {"nobody": ("nobody is slow", {}), "straggler": ("worker 1 is 4× slow", {"slow": "1:4"})}
+STRATEGIES = ["allreduce", "bsp", "ssp", "backup", "downpour", ddp.DDP]
+TARGET = 0.88
+EPOCHS = 3  # after which a run has missed the target
+EVERY = 6400  # samples between two evaluations
+TRIALS = 6  # fewer cannot show a difference between six entries
+
+
+def ask(args: argparse.Namespace, condition: str) -> tuple[Question, Task]:
+    """The question of `torrential compare`, with one entry more than it knows."""
+    joined = args.workers * load_task(args.task).batch_size  # of a step of the first entry
+    asked = Asked(
+        task=args.task,
+        strategies=[strategy for strategy in STRATEGIES if strategy != ddp.DDP],
+        target=args.target,
+        trials=args.trials,
+        workers=[args.workers],
+        epochs=args.epochs,
+        device="cpu",
+        set=CONDITIONS[condition][1] | {"evaluate_every": str(max(1, args.every // joined))},
+    )
+    question, task = make_question(asked, sys.argv)
+    return with_ddp(question), task
+
+
+def with_ddp(question: Question) -> Question:
+    """DDP takes the steps of allreduce, so it is evaluated after as many of them."""
+    (like,) = (spec for spec in question.entries if spec.strategy == "allreduce")
+    asked = msgspec.structs.replace(question.asked, strategies=STRATEGIES)
+    (own,) = (spec for spec in make_specs(asked) if spec.strategy == ddp.DDP)
+    own = msgspec.structs.replace(own, steps=like.steps, evaluate_every=like.evaluate_every)
+    return msgspec.structs.replace(question, asked=asked, entries=[*question.entries, own])
+
+
+class Runner:
+    """Of both kinds of runs."""
+
+    def __init__(self, asked: Asked, task: Task, watching: Watching) -> None:
+        self._asked, self._task, self._watching = asked, task, watching
+        self._train = Train(asked, task, watching)
+
+    def close(self) -> None:
+        self._train.close()
+
+    def __call__(self, trial: Trial) -> None:
+        if trial.spec.strategy != ddp.DDP:
+            return self._train(trial)
+        like = msgspec.structs.replace(trial.spec, strategy="allreduce")
+        asked = request(self._asked, like, self._task, trial.seed)
+        ddp.run(asked, trial.directory, lambda job: self._watching.listen(planned_steps(job)))
+
+
+def carry_out(args: argparse.Namespace, condition: str, err: Console) -> None:
+    question, task = ask(args, condition)
+    directory = Path(args.out) / condition
+    question = open_directory(directory, question)
+    with locked(directory):
+        err.print(f"{CONDITIONS[condition][0]}: {'; '.join(outlook(question))}", highlight=False, soft_wrap=True)
+        watching = Watching(question.metric, question.asked.target or 0.0, err)
+        runner = Runner(question.asked, task, watching)
+        try:
+            conduct(question, directory, runner, watching)
+        finally:
+            watching.close()
+            runner.close()
+
+
+# -- what came of it --------------------------------------------------------------------------------------------------
+def report(out: Path, console: Console) -> None:
+    found = {name: read_study(out / name) for name in CONDITIONS if (out / name / STUDY).exists()}
+    verdicts = {name: judge(study) for name, study in found.items()}
+    for name, study in found.items():
+        show(study, verdicts[name], console)
+        write_csv(study)
+        write_report(study, study.directory / "report.html")
+    replace_file(out / "table.md", table(found, verdicts).encode())
+    results = {name: json.loads(to_json(study, verdicts[name], None)) for name, study in found.items()}
+    replace_file(out / "results.json", (json.dumps(results, indent=1) + "\n").encode())
+    draw(out, found)
+
+
+def table(found: dict[str, Study], verdicts: dict[str, Verdict]) -> str:
+    lines = [
+        "| slow | entry | reached | seconds | all | samples | samples/s | waiting | test | × ddp |",
+        "|---|---|---:|---:|---|---:|---:|---:|---:|---|",
+    ]
+    for name, verdict in verdicts.items():
+        for row in verdict.rows:
+            if row.trials:
+                lines.append(f"| {CONDITIONS[name][0]} | {' | '.join(cells(found[name], verdict, row))} |")
+    for name, verdict in verdicts.items():
+        said = [*verdict.sentences, *(pair.sentence for pair in verdict.pairs)]
+        lines += ["", f"{CONDITIONS[name][0]}:", "", *(f"- {line}" for line in dict.fromkeys(said))]
+    return "\n".join(lines) + "\n"
+
+
+def cells(study: Study, verdict: Verdict, row: Row) -> list[str]:
+    runs = row.entry.finished
+    samples = [end.samples / 1000 for run in runs if (end := reached(run)) is not None]
+    return [
+        row.entry.name,
+        f"{row.reached} of {row.trials}",
+        spread([time for time in row.times if time < float("inf")], 1),
+        " ".join("missed" if time == float("inf") else f"{time:.1f}" for time in row.times),
+        spread(samples, 1) + "k",
+        spread([max(s.samples for s in run.steps) / run.seconds for run in runs if run.steps], 0),
+        f"{statistics.mean(map(waiting, runs)):.0%}",
+        metric_value(study.metric, row.value.mean) if row.value.count else "–",
+        against_ddp(verdict, row),
+    ]
+
+
+def reached(run: Run) -> Any:
+    return next((e for e in run.validation if e.time == run.time_to_target), None)
+
+
+def waiting(run: Run) -> float:
+    """The share of the workers' time that was neither computing nor, where that is told apart, sending."""
+    total = sum(step.compute + step.communicate + step.wait for step in run.steps)
+    return sum(step.wait for step in run.steps) / total if total else 0.0
+
+
+def against_ddp(verdict: Verdict, row: Row) -> str:
+    """How many times sooner than DDP, with the 95 % interval; bold where they differ by the rules of the study."""
+    for pair in verdict.pairs:
+        names = [pair.first.entry.strategy, pair.second.entry.strategy]
+        if ddp.DDP in names and row in (pair.first, pair.second) and row.entry.strategy != ddp.DDP:
+            of = pair.difference
+            ratio, low, high = of.ratio, of.low, of.high
+            if names[0] == ddp.DDP:
+                ratio, low, high = 1 / ratio, 1 / high, 1 / low
+            text = f"{ratio:.2f} ({low:.2f}–{high:.2f})"
+            return f"**{text}**" if pair.differs else text
+    return ""
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    if not values:
+        return "–"
+    deviation = f" ± {statistics.stdev(values):,.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):,.{digits}f}{deviation}"
+
+
+def draw(out: Path, found: dict[str, Study]) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no pictures: matplotlib is not installed", file=sys.stderr)
+        return
+    times, curves = (Figure(figsize=(11, 4), layout="constrained") for _ in range(2))
+    for figure, part in ((times, _draw_times), (curves, _draw_curves)):
+        for axes, (name, study) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+            part(axes, study)
+            axes.set_title(CONDITIONS[name][0])
+    times.savefig(out / "times.png", dpi=130)
+    curves.savefig(out / "curves.png", dpi=130)
+
+
+def _draw_times(axes: Any, study: Study) -> None:
+    for place, entry in enumerate(study.entries):
+        times = [run.time_to_target for run in entry.finished if run.time_to_target is not None]
+        axes.bar(place, statistics.mean(times) if times else 0.0, 0.7, color=f"C{place}", alpha=0.5)
+        axes.plot([place] * len(times), times, ".", color=f"C{place}")
+    axes.set_xticks(range(len(study.entries)), [entry.name for entry in study.entries], rotation=20)
+    axes.set_ylabel(f"seconds to {metric_value(study.metric, study.target or 0.0)} {study.metric}")
+
+
+def _draw_curves(axes: Any, study: Study) -> None:
+    for place, entry in enumerate(study.entries):
+        for number, run in enumerate(entry.finished):
+            _draw_curve(axes, entry, run, f"C{place}", labelled=number == 0)
+    if study.target is not None:
+        axes.axhline(study.target, color="0.6", linewidth=0.8, linestyle=":")
+        axes.set_ylim(bottom=study.target - 0.1)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel(f"validation {study.metric}")
+    axes.legend(fontsize=8)
+
+
+def _draw_curve(axes: Any, entry: Entry, run: Run, colour: str, labelled: bool) -> None:
+    seen = [(e.time, e.value) for e in run.validation]
+    if seen:
+        axes.plot(*zip(*seen, strict=True), color=colour, linewidth=0.9, label=entry.name if labelled else None)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="runs/compare_fashion")
+    parser.add_argument("--task", default="fashion")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--trials", type=int, default=TRIALS)
+    parser.add_argument("--target", type=float, default=TARGET)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--every", type=int, default=EVERY, help="samples between two evaluations")
+    parser.add_argument("--report", action="store_true", help="only write the tables and pictures of what is there")
+    args = parser.parse_args(arguments)
+    err = Console(stderr=True)
+    if not args.report:
+        for condition in CONDITIONS:
+            carry_out(args, condition, err)
+    report(Path(args.out), Console())
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a run under way is ended, as by Ctrl-C
+    sys.exit(main())
