@@ -206,6 +206,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record | None]]:
 
 def scan_records(path: str | os.PathLike[str]) -> tuple[list[Record], int]:
     """All records of a file, and how many lines were cut short (0 or 1: a killed writer can only cut the last)."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):  # line by line we find out why
+        return _decoder.decode_lines(Path(path).read_bytes()), 0
     found = [record for _, record in _lines(Path(path))]
     records = [record for record in found if record is not None]
     return records, len(found) - len(records)

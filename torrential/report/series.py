@@ -62,7 +62,7 @@ def _column(steps: list[Step], name: str) -> Floats:
 
 def _updates(steps: list[Step], worker: NDArray[np.int64]) -> Updates:
     """Workers count since they began; one that was replaced, or resumed, began anew, and its counts add up."""
-    totals = np.fromiter((sum(step.staleness.values()) for step in steps), np.int64, len(steps))
+    totals = np.fromiter(map(sum, map(dict.values, map(attrgetter("staleness"), steps))), np.int64, len(steps))
     dropped = _column(steps, "dropped")
     newest = []
     for own in _by_worker(worker):

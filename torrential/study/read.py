@@ -65,13 +65,14 @@ def read_run(directory: Path) -> Run:
         raise BadInput(f"{path} is of another version, or damaged ({error}); use the version that wrote it") from error
     path = directory / records.RECORDS
     found, cut = records.scan_records(path) if path.exists() else ([], 0)
+    few = [r for r in found if not isinstance(r, Step)]
     run = Run(
         directory,
         manifest,
         steps=[r for r in found if isinstance(r, Step)],
-        evaluations=[r for r in found if isinstance(r, Evaluation)],
-        events=[r for r in found if isinstance(r, Event)],
-        summary=next((r for r in reversed(found) if isinstance(r, Summary)), None),
+        evaluations=[r for r in few if isinstance(r, Evaluation)],
+        events=[r for r in few if isinstance(r, Event)],
+        summary=next((r for r in reversed(few) if isinstance(r, Summary)), None),
     )
     if run.finished:
         return run

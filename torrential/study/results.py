@@ -9,6 +9,7 @@ An entry is one way of training (strategy, options, workers, cluster); its runs 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class Run:
         """That it trained."""
         return max((step.time for step in self.steps), default=0.0)
 
-    @property
+    @functools.cached_property
     def bytes_to_target(self) -> int | None:
         """That workers sent until then; None: missed. Counters start at zero in a worker that replaces another."""
         if (end := self.time_to_target) is None:
