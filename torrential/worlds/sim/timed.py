@@ -19,7 +19,7 @@ from torrential.params.home import Finished, Home, Update, state_keys
 from torrential.server.messages import Done
 from torrential.server.role import Server
 from torrential.worlds.sim.comm import SimComm
-from torrential.worlds.sim.mail import ADD, LOOK, SimMail
+from torrential.worlds.sim.mail import ADD, COPY, LOOK, SimMail
 
 
 def update(states: int) -> int:
@@ -32,19 +32,24 @@ class TimedHome:
 
     def __init__(self, home: Home, comm: SimComm) -> None:
         self._home, self._comm = home, comm
-        spec, sizes = home.spec, home.layout.sizes  # type: ignore[attr-defined]
-        keys = {dtype: state_keys(spec, dtype) for dtype in sizes}
-        self._traffic = sum(
-            numel * dtype.itemsize * update(1 if keys[dtype] is None else len(keys[dtype] or ()))
-            for dtype, numel in sizes.items()
-        )
+        self._traffic = self._undo = 0  # bytes, for all parameters
+        for dtype, numel in home.layout.sizes.items():
+            keys = state_keys(home.spec, dtype)  # type: ignore[attr-defined]
+            states = 1 if keys is None else len(keys)
+            self._traffic += update(states) * numel * dtype.itemsize
+            self._undo += COPY * (1 + states) * numel * dtype.itemsize
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._home, name)
 
     def apply(self, step: Update) -> None:
+        """Where memory is shared, of its own slice, after a copy of what was there (params/shared.py)."""
         self._home.apply(step)
-        self._comm.work_on(self._traffic / (len(self._comm.members) if self._comm.together else 1))
+        members = len(self._comm.members)
+        if self._comm.together and members > 1:
+            self._comm.work_on((self._traffic + self._undo) / members)
+        else:
+            self._comm.work_on(self._traffic)
 
 
 class TimedMail(SimMail):
