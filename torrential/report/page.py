@@ -22,7 +22,7 @@ from torrential.errors import BadInput
 from torrential.progress import metric_value
 from torrential.records import replace_file
 from torrential.report import figures, scaling, series, tables
-from torrential.report.marks import Figure, Key, entry_keys, keys
+from torrential.report.marks import Figure, Key, entry_keys, keys, unbroken
 from torrential.report.timeline import event_words, timeline, timeline_bins
 from torrential.study.results import Study
 from torrential.study.show import legend
@@ -154,7 +154,7 @@ def timeline_trials(study: Study, works: dict[int, series.Work]) -> list[Trial]:
 def sentence(study: Study, text: str) -> str:
     """With a capital, unless it begins with the name of an entry."""
     named = any(text.startswith(entry.name) for entry in study.entries)
-    return (text if named else text[:1].upper() + text[1:]) + "."
+    return (text if named else text[:1].upper() + text[1:]).replace("p = ", unbroken("p = ")) + "."
 
 
 def data_script(data: Any) -> str:
