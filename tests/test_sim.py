@@ -1,4 +1,4 @@
-"""The simulated world keeps the strategies' contract: the same golden equivalences, deaths survived, same bytes."""
+"""The simulated world: deaths survived, same bytes, time as the cluster says. What it must equal is in test_contract."""
 
 from __future__ import annotations
 
@@ -46,25 +46,11 @@ def difference(a: Any, b: Any) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def test_golden_equivalences(tmp_path: Path) -> None:
+def test_every_algorithm_gives_the_same_sums(tmp_path: Path) -> None:
     joined = simulate(tmp_path / "joined", "allreduce", 1, batch_size=64, lr=0.1)
-    for number, (strategy, options) in enumerate(
-        [("allreduce", {}), ("bsp", {}), ("ssp", {"staleness": 0}), ("allreduce", {"algorithm": "ring"})]
-    ):
-        four = simulate(tmp_path / str(number), strategy, 4, batch_size=16, lr=0.1, **options)
-        assert difference(four, joined) < 1e-6, (strategy, options)
-    plain = simulate(tmp_path / "plain", "allreduce", 1)
-    alone = simulate(tmp_path / "alone", "downpour", 1, server="task")
-    assert difference(alone, plain) < 1e-6
-
-
-@pytest.mark.parametrize("strategy", ["allreduce", "ssp", "downpour"])
-def test_simulated_is_real(strategy: str, tmp_path: Path) -> None:
-    """With one worker there is one order of things, so both worlds come to the same parameters."""
-    servers = {"servers": 2} if STRATEGIES[strategy].served else {}
-    here = {"workers": 1, "epochs": 1, "device": "cpu", "progress": False} | servers
-    real = tt.train("digits-mlp", strategy, out=tmp_path / "real", **here)  # type: ignore[arg-type]
-    assert difference(simulate(tmp_path / "sim", strategy, 1, epochs=1), real) < 1e-6
+    for algorithm in ("ring", "tree"):
+        four = simulate(tmp_path / algorithm, "allreduce", 4, batch_size=16, lr=0.1, algorithm=algorithm)
+        assert difference(four, joined) < 1e-6, algorithm
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

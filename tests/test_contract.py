@@ -1,0 +1,112 @@
+"""What every strategy promises, in every world: table-driven, so that a new strategy or world is held to it at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import torrential as tt
+from tests.test_equivalence import TOLERANCE, assert_equal_models, fresh, plain_loop
+from torrential.records import Evaluation, Step
+from torrential.strategies import STRATEGIES
+from torrential.tasks import load_task
+
+pytestmark = pytest.mark.timeout(120)
+
+WORLDS: dict[str, dict[str, Any]] = {"local": {}, "sim": {"cluster": {"compute": {"seconds_per_sample": 1e-3}}}}
+EPOCHS, SAMPLES = 2, 1350
+PLAIN: dict[str, dict[str, Any]] = {  # options with which one worker does what a plain loop does
+    "allreduce": {},
+    "bsp": {},
+    "ssp": {},
+    "backup": {"backups": 0},
+    "downpour": {"server": "task"},
+}
+JOINED: dict[str, dict[str, Any]] = {  # ... and with which many are one with a large batch
+    "allreduce": {},
+    "bsp": {},
+    "ssp": {"staleness": 0},
+    "backup": {"backups": 0},
+}
+
+
+def train(out: Path, world: str, strategy: str, workers: int, **options: Any) -> tt.TrainResult:
+    served = {"servers": 2} if STRATEGIES[strategy].served else {}
+    given = WORLDS[world] | served | {"device": "cpu", "progress": False} | options
+    return tt.train("digits-mlp", strategy, workers=workers, world=world, out=out, **given)
+
+
+@pytest.fixture(scope="module")
+def task() -> tt.Task:
+    return load_task("digits-mlp")
+
+
+def plain(task: tt.Task, batch: int, steps: int) -> nn.Module:
+    model = fresh(task)
+    return plain_loop(task, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model, batch, steps=steps)
+
+
+def test_the_table_is_complete() -> None:
+    assert PLAIN.keys() == STRATEGIES.keys()
+
+
+@pytest.fixture(scope="module", params=[(s, w) for s in STRATEGIES for w in WORLDS], ids="-".join)
+def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tt.TrainResult:
+    strategy, world = request.param
+    return train(tmp_path_factory.mktemp("run") / "run", world, strategy, workers=2, epochs=EPOCHS)
+
+
+def test_every_sample_is_used_once_per_epoch(result: tt.TrainResult) -> None:
+    assert result.summary.samples == EPOCHS * SAMPLES
+
+
+def test_validation_decides_and_test_data_is_read_once(result: tt.TrainResult) -> None:
+    evaluations = [r for r in result.history if isinstance(r, Evaluation)]
+    assert [e.split for e in evaluations] == ["validation"] * EPOCHS + ["test"]
+    assert [e.step for e in evaluations] == sorted(e.step for e in evaluations)
+    assert evaluations[-1].step == result.summary.steps
+    assert evaluations[-1].value == result.summary.value
+
+
+def test_the_checkpoint_is_what_was_evaluated(result: tt.TrainResult, task: tt.Task) -> None:
+    newest = max((result.out / "checkpoints").glob("step-*"))
+    assert newest.name == f"step-{result.summary.steps:08d}"
+    model = task.model()
+    model.load_state_dict(load_file(newest / "model.safetensors"))
+    inputs, targets = (torch.stack(column) for column in zip(*task.test, strict=True))
+    right = (model.eval()(inputs).argmax(1) == targets).float().mean()
+    assert float(right) == pytest.approx(result.summary.value, abs=1e-6)
+
+
+def test_workers_say_where_their_time_went(result: tt.TrainResult) -> None:
+    steps = [r for r in result.history if isinstance(r, Step)]
+    assert {s.worker for s in steps} == {0, 1}
+    for worker in (0, 1):
+        mine = [s for s in steps if s.worker == worker]
+        assert [s.time for s in mine] == sorted(s.time for s in mine)
+        assert min(min(s.compute, s.communicate, s.wait) for s in mine) > -1e-9  # differences, which are rounded
+        assert 0 < sum(s.compute + s.communicate + s.wait for s in mine) <= 1.001 * mine[-1].time
+        assert sum(s.compute for s in mine) > 0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", PLAIN)
+def test_one_worker_is_a_plain_loop(strategy: str, world: str, task: tt.Task, tmp_path: Path) -> None:
+    alone = train(tmp_path / "run", world, strategy, 1, steps=20, lr=0.05, **PLAIN[strategy])
+    assert alone.summary.steps == 20
+    assert_equal_models(alone.model, plain(task, task.batch_size, 20), TOLERANCE)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", JOINED)
+def test_workers_that_wait_for_one_another_are_one_large_batch(
+    strategy: str, world: str, task: tt.Task, tmp_path: Path
+) -> None:
+    together = train(tmp_path / "run", world, strategy, 3, steps=20, batch_size=16, lr=0.05, **JOINED[strategy])
+    assert together.summary.samples == 20 * 48
+    assert_equal_models(together.model, plain(task, 48, 20), TOLERANCE)
