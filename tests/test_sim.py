@@ -1,4 +1,4 @@
-"""The simulated world: deaths survived, same bytes, time as the cluster says. What it must equal is in test_contract."""
+"""The simulated world: deaths survived, same bytes, the time of the cluster. What it must equal is in test_contract."""
 
 from __future__ import annotations
 
