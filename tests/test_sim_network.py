@@ -143,19 +143,19 @@ def test_what_crosses_a_partition_for_ever_is_lost() -> None:
     assert list(wire.run()) == ["outside"]
 
 
-def test_a_slow_link_adds_its_delay_until_it_is_mended() -> None:
+def test_slow_links_add_up_as_long_as_they_last() -> None:
     wire = Wire()
     wire.network.slow(frozenset({0}), 0.25)
-    wire.network.slow(frozenset({0, 1}), 0.5)
+    for seconds in (10.0, 20.0):  # the same link, twice
+        wire.network.slow(frozenset({0, 1}), 0.5, seconds)
     wire.send("both", 0, 2, 100)
     wire.send("one", 1, 2, 100)
     wire.send("none", 2, 3, 100)
+    wire.kernel.at(15.0, wire.send, "half", 1, 2, 100)
+    wire.kernel.at(25.0, wire.send, "over", 1, 2, 100)
     quick = LATENCY + 100 / BANDWIDTH
-    assert wire.run() == pytest.approx({"both": 0.75 + quick, "one": 0.5 + quick, "none": quick})
-    wire.network.mend(frozenset({0, 1}))
-    now = wire.kernel.now
-    wire.send("mended", 1, 2, 100)
-    assert wire.run()["mended"] == pytest.approx(now + quick)
+    takes = {"both": 1.25, "one": 1.0, "none": 0.0, "half": 15.5, "over": 25.0}
+    assert wire.run() == pytest.approx({word: seconds + quick for word, seconds in takes.items()})
 
 
 # -- letters -----------------------------------------------------------------------------------------------------------

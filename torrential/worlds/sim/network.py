@@ -58,7 +58,7 @@ class Network:
         self._leaving: dict[Pair, float] = {}  # when the last large message of a pair has left the sender's NIC
         self._backlog: dict[Pair, deque[tuple[Any, ...]]] = {}  # what waits for that
         self._held: dict[frozenset[int], float] = {}  # sides of partitions: until when
-        self._slow: dict[frozenset[int], float] = {}  # sides of slow links: what they add
+        self._slow: list[tuple[frozenset[int], float]] = []  # sides of slow links, and what they add
         self.messages = 0
         self.bytes = 0
 
@@ -169,14 +169,15 @@ class Network:
         until = inf if seconds is None else self._kernel.now + seconds
         self._held[side] = max(until, self._held.get(side, 0.0))
 
-    def slow(self, side: frozenset[int], delay: float) -> None:
-        self._slow[side] = delay
-
-    def mend(self, side: frozenset[int]) -> None:
-        self._slow.pop(side, None)
+    def slow(self, side: frozenset[int], delay: float, seconds: float | None = None) -> None:
+        """What is sent across takes longer, from now on or so long; several at once add up."""
+        link = side, delay
+        self._slow.append(link)
+        if seconds is not None:
+            self._kernel.after(seconds, self._slow.remove, link)
 
     def _across(self, one: int, other: int, start: float) -> float:
         for side, until in self._held.items():
             if (one in side) != (other in side):
                 start = max(start, until)
-        return start + sum(delay for side, delay in self._slow.items() if (one in side) != (other in side))
+        return start + sum(delay for side, delay in self._slow if (one in side) != (other in side))

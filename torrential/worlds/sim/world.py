@@ -237,9 +237,7 @@ class _Run:
         if fault.kind == "partition":
             self._hub.network.part(side, fault.lasts)
         else:
-            self._hub.network.slow(side, fault.delay)
-            if fault.lasts is not None:
-                self._kernel.after(fault.lasts, self._hub.network.mend, side)
+            self._hub.network.slow(side, fault.delay, fault.lasts)
 
     def _crash(self, address: int, lasts: float | None) -> None:
         del self._hub.mails[address]
