@@ -245,8 +245,12 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     err = Console(stderr=True)
     if not args.report:
-        for condition in CONDITIONS:
-            carry_out(args, condition, err)
+        try:
+            for condition in CONDITIONS:
+                carry_out(args, condition, err)
+        except KeyboardInterrupt:
+            err.print("stopped; finished runs are kept; call again to go on")
+            return 130
     report(Path(args.out), Console())
     return 0
 

@@ -22,7 +22,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -56,6 +55,7 @@ from torrential.worlds.local.observing import NICENESS
 from torrential.worlds.local.outlet import SLOTS
 
 DDP = "ddp"
+MEETING = "meeting"  # a file in a run's directory where its workers find each other
 SILENT_SECONDS = 120.0  # after which a run is given up; steps are recorded several times a second
 END_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
@@ -86,13 +86,14 @@ def as_ddp(job: Job) -> Job:
 def _carry_out(job: Job, write: Callable[[Record], None], listener: Listener) -> None:
     context = multiprocessing.get_context("spawn")
     snapshots, stop = context.Queue(SLOTS - 1), context.Event()  # one more is being evaluated
-    with tempfile.TemporaryDirectory(prefix="ddp-") as meeting:
-        parts: dict[str, tuple[Any, ...]] = {
-            f"worker {rank}": (_train, rank, f"{meeting}/store", snapshots, stop) for rank in range(job.config.workers)
-        }
-        parts["the evaluator"] = (_evaluate, snapshots, stop)
-        with _started(context, parts, job.config) as (processes, pipes):
-            _hear(processes, pipes, write, listener)
+    meeting = job.directory / MEETING
+    parts: dict[str, tuple[Any, ...]] = {
+        f"worker {rank}": (_train, rank, str(meeting), snapshots, stop) for rank in range(job.config.workers)
+    }
+    parts["the evaluator"] = (_evaluate, snapshots, stop)
+    with _started(context, parts, job.config) as (processes, pipes):
+        _hear(processes, pipes, write, listener)
+    meeting.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -163,14 +164,15 @@ def _task(config: RunConfig) -> Task:
 
 
 # -- a worker ---------------------------------------------------------------------------------------------------------
-def _train(config: RunConfig, say: Callable[[Record], None], rank: int, store: str, snapshots: Any, stop: Any) -> None:
+def _train(
+    config: RunConfig, say: Callable[[Record], None], rank: int, meeting: str, snapshots: Any, stop: Any
+) -> None:
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.settings.threads or max(1, cores // config.workers))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     patience = timedelta(seconds=config.settings.timeout)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=config.workers, timeout=patience
-    )
+    store = dist.FileStore(meeting, config.workers)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=config.workers, timeout=patience)
     task = _task(config)
     torch.manual_seed(config.seed)
     model = DistributedDataParallel(task.model())
