@@ -70,12 +70,13 @@ class TimedServer(Server):
     def handle(self, letter: Letter) -> None:
         if self.comm.held is not None:
             return super().handle(letter)  # one that has waited for the letter that is dealt with now
-        before = self._updates()
+        before, began = self._updates(), self.comm.now()
         said = self.comm.held = []
         super().handle(letter)
         self.comm.held = None
         self.comm.work(self.comm.hub.cluster.inside.letter)
         self.comm.work_on(LOOK * sum(t.nbytes for t in letter.tensors) + self._traffic(before, said))
+        self.comm.span("serve", began)
         for to, message, tensors in said:
             self.comm.post(to, message, tensors)
 

@@ -300,6 +300,7 @@ def _seconds_per_sample(job: Job, cluster: Cluster, device: torch.device) -> flo
     inputs, targets = data.fetch(torch.arange(count))
     times = []
     for _ in range(MEASURED):
+        model.zero_grad()  # as before every batch of a worker; else gradients would be added up
         began = time.perf_counter()
         job.task.loss(model(inputs), targets).backward()
         if device.type == "cuda":
