@@ -43,6 +43,23 @@ def test_with_ties_p_is_what_counting_all_ways_gives():
     assert statistics.p_value(first, second) == pytest.approx(known.pvalue)
 
 
+def test_p_agrees_with_scipy_on_samples_of_many_sizes():
+    random = np.random.default_rng(7)
+    for _ in range(40):
+        first, second = (random.lognormal(shift, 0.5, random.integers(2, 12)) for shift in (0, 0.4))
+        known = stats.mannwhitneyu(first, second, method="exact").pvalue
+        assert statistics.p_value(first, second) == pytest.approx(known)
+    first, second = random.normal(0, 1, 40), random.normal(0.5, 1, 30)
+    known = stats.mannwhitneyu(first, second, method="exact").pvalue
+    assert statistics.p_value(first, second) == pytest.approx(known)
+
+
+def test_what_is_cut_off_is_by_students_t():
+    for trials in (2, 3, 5, 20):
+        wider = math.sqrt(trials / (trials - 1)) * stats.t.ppf(0.975, 2 * (trials - 1))
+        assert statistics.tail_share(trials) == pytest.approx(stats.norm.cdf(-wider))
+
+
 def test_missed_runs_rank_behind_all_others_whatever_time_they_would_have_needed():
     assert statistics.p_value([1, 2, 3, 4], [INF] * 4) == pytest.approx(2 / math.comb(8, 4))
     assert statistics.p_value([INF] * 5, [INF] * 5) == 1.0

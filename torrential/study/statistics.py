@@ -3,9 +3,10 @@
 A run that missed the target has no time; here it is infinite, which puts it behind all that reached it.
 
 The test is Mann and Whitney's: it looks at ranks only, so a missed run needs no made-up time. Its p-values are exact,
-ties included, as long as that can be counted. The interval is a percentile bootstrap of the ratio of means, or of
-medians if a run missed, made wider for few trials (Hesterberg 2015): of 600 pairs of lognormal samples with a known
-ratio it covered that in 90 % with 3 trials and 93-95 % with 4 or more, the plain one in 77-88 % with 3 to 5.
+ties included: all ways to deal the ranks to the two are counted. The interval is a percentile bootstrap of the ratio
+of means, or of medians if a run missed, made wider for few trials (Hesterberg 2015): of 600 pairs of lognormal samples
+with a known ratio it covered that in 90 % with 3 trials and 93-95 % with 4 or more, the plain one in 77-88 % with 3 to
+5.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +23,6 @@ from numpy.typing import NDArray
 
 LEVEL = 0.05
 RESAMPLES = 10_000
-COUNTABLE = 20_000  # ways to deal ranks that are tried one by one
 
 Samples = NDArray[np.float64]
 
@@ -66,16 +67,27 @@ def compare(first: Sequence[float], second: Sequence[float], seed: int = 0) -> D
 
 def p_value(first: Sequence[float] | Samples, second: Sequence[float] | Samples) -> float:
     """Two-sided, of the hypothesis that neither tends to be sooner."""
-    from scipy import stats
+    ranks = doubled_ranks([*first, *second])
+    ways = ways_to_sum(ranks, len(first))
+    mine = sum(ranks[: len(first)])
+    tail = min(ways[: mine + 1].sum(), ways[mine:].sum()) / ways.sum()
+    return min(1.0, 2 * float(tail))
 
-    ranks = stats.rankdata([*first, *second])
-    a, b = ranks[: len(first)], ranks[len(first) :]
-    if len(set(ranks)) == 1:
-        return 1.0
-    method = "auto"
-    if len(set(ranks)) < len(ranks) and math.comb(len(ranks), len(a)) <= COUNTABLE:
-        method = stats.PermutationMethod(n_resamples=COUNTABLE)
-    return float(stats.mannwhitneyu(a, b, method=method).pvalue)
+
+def doubled_ranks(values: Sequence[float]) -> list[int]:
+    """Twice the rank of each among all; equal ones share the mean of theirs, so that twice it is whole."""
+    ordered = sorted(values)
+    return [bisect_left(ordered, value) + bisect_right(ordered, value) + 1 for value in values]
+
+
+def ways_to_sum(numbers: Sequence[int], chosen: int) -> Samples:
+    """In how many ways so many of the numbers add up to 0, 1, 2, ..."""
+    ways: Samples = np.zeros((chosen + 1, sum(numbers) + 1))  # by how many were chosen
+    ways[0, 0] = 1
+    for number in numbers:
+        ways[1:, number:] += ways[:-1, : ways.shape[1] - number].copy()
+    found: Samples = ways[chosen]
+    return found
 
 
 def least_p(first: int, second: int) -> float:
@@ -117,10 +129,10 @@ def interval(
 @functools.cache
 def tail_share(trials: int) -> float:
     """What is cut off on either side: less than a fortieth, as the bootstrap's spread is too small for few trials."""
-    from scipy import stats
+    from scipy import special  # its stats take a second to load
 
-    wider = math.sqrt(trials / (trials - 1)) * stats.t.ppf(1 - LEVEL / 2, 2 * (trials - 1))
-    return float(stats.norm.cdf(-wider))
+    wider = math.sqrt(trials / (trials - 1)) * special.stdtrit(2 * (trials - 1), 1 - LEVEL / 2)
+    return float(special.ndtr(-wider))
 
 
 def _middle(values: Samples, of: str) -> Samples:
