@@ -10,7 +10,7 @@ from torch import Tensor
 
 import torrential as tt
 from torrential import checkpoint as checkpoints
-from torrential.records import Step
+from torrential.records import RECORDS, Step
 from torrential.tasks.digits import digits_mlp
 from torrential.worlds.sim.cluster import Inside
 from torrential.worlds.sim.cores import Cores
@@ -115,3 +115,21 @@ def test_what_takes_time_changes_no_number(tmp_path: Path) -> None:
         plain = {"compute": {"seconds_per_sample": 1e-3}}
         free = weights(simulate(tmp_path / strategy, strategy, 2, gradients="on", cluster=plain))
         assert all(bool((free[name] == value).all()) for name, value in weights(timed).items()), strategy
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "downpour", "bsp"])
+def test_deaths_at_work_are_survived_and_repeat_to_the_byte(strategy: str, tmp_path: Path) -> None:
+    faults = [{"kind": "crash", "worker": 2, "at": 0.31, "lasts": 0.3}, {"kind": "crash", "worker": 1, "at": 0.52}]
+    if strategy != "allreduce":
+        faults.append({"kind": "crash", "server": 1, "at": 0.36, "lasts": 0.2})
+    cluster = {
+        "workers_per_host": 2,
+        "compute": {"seconds_per_sample": COMPUTE / 32},
+        "inside": {"cores": 2, "contention": 0.2, "memory": 1e-8, "letter": LETTER},
+        "faults": faults,
+        "detection": 0.05,
+    }
+    options = {"gradients": "on", "steps": 40, "servers": None if strategy == "allreduce" else 2}
+    one, other = (simulate(tmp_path / name, strategy, 4, cluster=cluster, **options) for name in ("one", "other"))
+    assert one.summary.steps >= 40 and one.summary.events >= 3
+    assert (one.out / RECORDS).read_text().replace("/one", "/other") == (other.out / RECORDS).read_text()
