@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from random import Random
@@ -31,6 +32,7 @@ from torrential.worlds.sim.views import Views
 
 TICK_SECONDS = 0.1  # real ones, between two looks of whoever watches
 MEASURED = 5  # batches, to find out how long one takes here
+YOUNG = 10_000  # objects before the youngest of them are looked through for garbage: messages are no garbage in cycles
 
 
 class Watch(Protocol):
@@ -55,14 +57,16 @@ class SimWorld:
         self._cluster, self._observer, self._watch = cluster, observer, watch
 
     def run(self, job: Job, write: Callable[[Record], None], listener: Listener) -> None:
-        threads = torch.get_num_threads()
+        threads, thresholds = torch.get_num_threads(), gc.get_threshold()
         torch.set_num_threads(job.config.settings.threads or 1)
+        gc.set_threshold(YOUNG, *thresholds[1:])
         run = _Run(job, self._cluster, write, listener, self._observer, self._watch)
         try:
             run.simulate()
         finally:
             run.close()
             torch.set_num_threads(threads)
+            gc.set_threshold(*thresholds)
 
 
 class _Run:
