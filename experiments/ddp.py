@@ -7,12 +7,13 @@
 It is what a user of DDP writes: DDP's own defaults, torch's sampler, the task's model, loss and fused optimizer, one
 seed per run. The rules are those that torrential's strategies run under. Time begins when all have met, before data is
 touched; an evaluation has the time at which its parameters existed; the same code computes the metric, in a process of
-its own, and up to two snapshots wait for it. The word that the target is reached comes with the next snapshot, which
-costs no time that counts. Batches are gathered from tensors, not by a DataLoader, which would be slower.
+its own, and a worker waits for that only with a third snapshot. The word that the target is reached comes with the
+next snapshot, which costs no time that counts. Batches are gathered from tensors, not by a DataLoader, which would be
+slower.
 
-A slow worker sleeps after backward, for a multiple of what its own forward and backward took: the time until its last
-gradient was there, without the exchange that DDP waits for inside backward. Where the time went can be told no
-finer: `wait` is that exchange, and includes sending. Bytes are those of a ring, as for torrential over Gloo.
+A slow worker sleeps after backward, for a multiple of what its own forward and backward took, without the exchanges
+inside them that DDP waits for: of buffers before forward, of gradients at the end of backward. Where the time went can
+be told no finer: `wait` is these exchanges, sending included. Bytes are those of a ring, as for torrential over Gloo.
 """
 
 from __future__ import annotations
@@ -180,14 +181,7 @@ def _train(
     batches = Batches(task.train)
     sampler: DistributedSampler[Any] = DistributedSampler(task.train, config.workers, rank, seed=config.seed)
     slow = Slow.parse(config.settings.slow, config.workers)
-    own_end = 0.0  # of this worker's backward, without the exchange
-
-    def note(_: torch.Tensor) -> None:
-        nonlocal own_end
-        own_end = time.monotonic()
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(note)
+    own = _Own(model)
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     sent = 2 * (config.workers - 1) * gradient_bytes // config.workers
     began = _meet()
@@ -197,11 +191,13 @@ def _train(
         start = time.monotonic()
         inputs, targets = batches.fetch(indices)
         optimizer.zero_grad()
+        called = time.monotonic()
         loss = task.loss(model(inputs), targets)
         loss.backward()
-        recorder.wait += time.monotonic() - own_end
+        before = own.began - called  # what DDP does before forward
+        recorder.wait += before + time.monotonic() - own.ended
         if (factor := slow.factor(config.seed, rank, step)) > 1:
-            time.sleep((factor - 1) * (own_end - start))
+            time.sleep((factor - 1) * (own.ended - start - before))
         if task.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
         optimizer.step()
@@ -220,6 +216,23 @@ def _train(
     if rank == 0:
         snapshots.put(None)
     dist.destroy_process_group()
+
+
+class _Own:
+    """When this worker's own forward began and its own backward ended. Before the one, DDP broadcasts buffers; after
+    the other, it waits for gradients."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.began = self.ended = 0.0
+        model.module.register_forward_pre_hook(self._begins)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._ends)
+
+    def _begins(self, *_: Any) -> None:
+        self.began = time.monotonic()
+
+    def _ends(self, _: torch.Tensor) -> None:
+        self.ended = time.monotonic()
 
 
 def _meet() -> float:
