@@ -46,8 +46,14 @@ def open_directory(directory: Path, question: Question) -> Question:
             raise BadInput(f"{directory} holds another study ({'; '.join(changed)}); choose another --out")
         return kept
     records.create_run_directory(directory)
-    content = msgspec.json.format(msgspec.json.encode(question), indent=2) + b"\n"
-    records.replace_file(directory / STUDY, content)
+    half = directory / f".{STUDY}.tmp-{os.getpid()}"
+    records.replace_file(half, msgspec.json.format(msgspec.json.encode(question), indent=2) + b"\n")
+    try:
+        os.link(half, directory / STUDY)
+    except FileExistsError:  # another process was quicker by a moment, with this question or another
+        return open_directory(directory, question)
+    finally:
+        half.unlink()
     return question
 
 
