@@ -123,7 +123,7 @@ def table(rows: list[dict[str, Any]], epochs: int) -> str:
     lines = [
         f"Test accuracy in % after {epochs} epochs (mean ± deviation over seeds); virtual seconds; mean staleness.",
         "",
-        "| cluster | way | " + " | ".join(f"{w} workers" for w in WORKERS) + " |",
+        "| cluster | way | " + " | ".join("1 worker" if w == 1 else f"{w} workers" for w in WORKERS) + " |",
         "|---|---|" + "---|" * len(WORKERS),
     ]
     for cluster, way in product(CLUSTERS, WAYS):
@@ -139,8 +139,10 @@ def _cell(runs: list[dict[str, Any]]) -> str:
         return lost or "–"
     tests = [run["test"] for run in good]
     spread = f" ± {statistics.stdev(tests):.1f}" if len(tests) > 1 else ""
-    mean = {key: statistics.mean(run[key] for run in good) for key in ("seconds", "staleness")}
-    return f"{statistics.mean(tests):.1f}{spread}; {mean['seconds']:.0f} s; {mean['staleness']:.1f} {lost}".strip()
+    seconds = statistics.mean(run["seconds"] for run in good)
+    stale = [run["staleness"] for run in good if run["staleness"] is not None]  # nothing is stale in allreduce
+    late = f"; {statistics.mean(stale):.1f}" if stale else ""
+    return f"{statistics.mean(tests):.1f}{spread}; {seconds:.1f} s{late} {lost}".strip()
 
 
 def draw(path: Path, rows: list[dict[str, Any]]) -> None:
