@@ -161,6 +161,7 @@ def _cell(runs: list[dict[str, Any]]) -> str:
 
 def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     figure = Figure(figsize=(15, 8), layout="constrained")
     colors = dict(zip(WAYS, ("black", "#E69F00", "#56B4E9", "#009E73", "#D55E00"), strict=True))
@@ -169,12 +170,13 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
         for j, workers in enumerate(shown):
             axes = figure.add_subplot(len(CLUSTERS), len(shown), i * len(shown) + j + 1, xlabel="virtual seconds")
             axes.set(title=f"{cluster}, {workers} workers", ylim=(0, 100), xscale="log")
+            axes.xaxis.set_minor_formatter(NullFormatter())
             for row in (r for r in rows if r["cluster"] == cluster and r["workers"] == workers):
                 for number, run in enumerate(row["runs"]):
                     if run["curve"]:
                         x, y = zip(*run["curve"], strict=True)
                         label = row["way"] if number == 0 else None
-                        axes.plot(x, y, color=colors[row["way"]], label=label, marker=".", linewidth=1)
+                        axes.plot(x, y, color=colors[row["way"]], label=label, marker=".", markersize=3, linewidth=1)
             if j == 0:
                 axes.set_ylabel("validation accuracy (%)")
             if i == j == 0:
