@@ -25,6 +25,7 @@ from torrential.records import (
     create_run_directory,
     describe_machine,
     encode,
+    lives,
     read_manifest,
     read_records,
     scan_records,
@@ -238,3 +239,14 @@ def test_reading_records_never_imports_torch() -> None:
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_process_that_nobody_has_asked_about_since_it_ended_does_not_live() -> None:
+    assert lives(os.getpid())
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended, and is still in the table
+    assert Path("/proc", str(child)).exists() and not lives(child)
+    os.waitpid(child, 0)
+    assert not lives(child)

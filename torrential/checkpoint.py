@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torrential.errors import CheckpointDamaged, RunFailed
-from torrential.records import NO_SPACE
+from torrential.records import NO_SPACE, lives
 from torrential.server.dealer import Dealer
 
 FORMAT = 1
@@ -220,15 +220,7 @@ def _sweep(directory: Path) -> None:
 
 def _alive(pid: int) -> bool:
     """Whether another writer lives; this process writes one checkpoint at a time, so its own remains are dead."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True
+    return pid != os.getpid() and lives(pid)
 
 
 def _checkpoints(directory: Path) -> dict[int, Path]:

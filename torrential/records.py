@@ -252,6 +252,15 @@ def replace_file(path: Path, content: bytes) -> None:
         raise RunFailed(f"cannot write {path} ({error.strerror}); free some space or choose another --out") from error
 
 
+def lives(pid: int) -> bool:
+    """Whether such a process is there and may still write; one that has ended, and that nobody reaped, may not."""
+    try:
+        stat = Path("/proc", str(pid), "stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What was run, with what, and on what: enough to run it again."""
 

@@ -61,7 +61,7 @@ def _sweep(directory: Path) -> None:
     """Take away what processes that were killed while they wrote a file have left of it."""
     for path in directory.glob(".*"):
         half = re.fullmatch(r"\.(?:writable|.+\.tmp)-(\d+)", path.name)
-        if half and not Path("/proc", half[1]).exists():
+        if half and not records.lives(int(half[1])):
             path.unlink(missing_ok=True)
 
 
