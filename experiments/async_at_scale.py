@@ -13,7 +13,6 @@ Finished runs are never run again. Written: OUT/table.md, OUT/accuracy.png, OUT/
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import signal
@@ -26,8 +25,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from experiments.jobs import Job, last_line, run_all
-from torrential.data.find import set_data_dir
+from experiments.jobs import options, run_missing
 from torrential.errors import NonFiniteLoss, RunFailed
 from torrential.records import Evaluation, Summary, read_records, replace_file
 from torrential.run import train
@@ -67,9 +65,9 @@ def cells() -> list[Cell]:
 
 
 def run_one(way: str, cluster: str, workers: int, seed: int, directory: str, epochs: int) -> None:
-    options = dict(WAYS[way])
+    chosen = dict(WAYS[way])
     if way == "backup":
-        options["backups"] = max(1, workers // 20)
+        chosen["backups"] = max(1, workers // 20)
     out = Path(directory)
     shutil.rmtree(out, ignore_errors=True)
     began, outcome = time.monotonic(), "finished"
@@ -83,7 +81,7 @@ def run_one(way: str, cluster: str, workers: int, seed: int, directory: str, epo
             epochs=epochs,
             out=out,
             **fixed,
-            **options,
+            **chosen,
         )
     except (NonFiniteLoss, RunFailed) as error:
         if not isinstance(error, NonFiniteLoss) and "loss turned" not in str(error) and "NaN" not in str(error):
@@ -185,46 +183,27 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="runs/async-at-scale")
+    parser = options(__doc__, "runs/async-at-scale")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing after this")
-    parser.add_argument("--data-dir")
-    parser.add_argument("--report", action="store_true")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    set_data_dir(Path(args.data_dir) if args.data_dir else None)
     if args.one:
         run_one(**json.loads(args.one))
         return 0
     out, failed = Path(args.out), list[str]()
     if not args.report:
-        todo = [(seed, c) for seed, c in product(range(args.seeds), cells())]
-        todo = [(seed, c) for seed, c in todo if not (out / "runs" / c.name(seed) / OUTCOME).exists()]
-        done = 0
-
-        def ended(job: Job, well: bool, left: float) -> None:
-            nonlocal done
-            done += 1
-            said = "" if well else f" failed: {last_line(out / 'logs' / f'{job.name}.log')}"
-            if not well:
-                failed.append(job.name)
-            print(f"[{done}/{len(todo)}] {job.name}{said}", file=sys.stderr, flush=True)
-
-        def command(seed: int, cell: Cell) -> list[str]:
-            what = vars(cell) | {"seed": seed, "directory": str(out / "runs" / cell.name(seed)), "epochs": args.epochs}
-            data = ["--data-dir", args.data_dir] if args.data_dir else []
-            return [sys.executable, "-m", "experiments.async_at_scale", *data, "--one", json.dumps(what)]
-
-        run_all(
-            [Job(cell.name(seed), command(seed, cell)) for seed, cell in todo],
+        commands = {}
+        for seed, cell in product(range(args.seeds), cells()):
+            name = cell.name(seed)
+            what = vars(cell) | {"seed": seed, "directory": str(out / "runs" / name), "epochs": args.epochs}
+            commands[name] = [sys.executable, "-m", "experiments.async_at_scale", "--one", json.dumps(what)]
+        failed = run_missing(
+            commands,
+            out=out,
             at_once=args.jobs,
             deadline=time.monotonic() + args.seconds,
-            logs=out / "logs",
             expected=lambda name: None,
-            ended=ended,
+            came=lambda name: _outcome(out / "runs" / name),
         )
     rows = read(out, args.seeds)
     replace_file(out / "table.md", tables(rows, args.epochs).encode())
@@ -232,6 +211,11 @@ def main() -> int:
     draw(out / "accuracy.png", rows)
     print((out / "table.md").read_text())
     return 1 if failed else 0
+
+
+def _outcome(run: Path) -> str | None:
+    path = run / OUTCOME
+    return str(json.loads(path.read_bytes())["outcome"]) if path.exists() else None
 
 
 if __name__ == "__main__":
