@@ -3,12 +3,12 @@
 python -m benchmarks.fidelity OUT --workers 1,2
 
     measure   each strategy with each number of workers, in processes; rounds interleaved, medians
-    fit       a few numbers about this machine, from three of these runs for each task (see `fit`)
+    fit       a few numbers about this machine, from runs of one and two workers alone (see `fit`)
     predict   every time by the simulator, with these numbers and gradients=off
 
 Rounds go on as long as another one fits into --seconds; the first is always finished. Written: OUT/fidelity.json with
-all that was measured, OUT/fidelity.md and, with matplotlib, OUT/fidelity.png. `--again` reads OUT/fidelity.json instead
-of measuring.
+all that was measured, OUT/fidelity.md and, with matplotlib, OUT/fidelity.png. What OUT/fidelity.json has already is
+added to; with `--rounds 0` it is only predicted anew.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ WARMUP = 0.2  # of the steps
 PARTS = ("compute", "communicate", "wait")
 WINDOW = 5  # records of a worker, about a second: the median is over such windows
 UPDATE = update(1)  # SGD with momentum, or Adagrad
-FITTED = (("allreduce", 1), ("allreduce", 2), ("downpour", 1))
+ALONE, BOTH = [("allreduce", 1)], [("allreduce", 2)]
+SERVED = [("downpour", 1), ("ssp", 1), ("backup", 1)]  # which do the same with one worker
+FITTED = ALONE + BOTH + SERVED
 
 Key = tuple[str, str, int]  # task, strategy, workers
 
@@ -139,7 +141,7 @@ class Fit:
 
 
 def fit(times: Times) -> Fit:
-    """From `allreduce` with one and two workers and `downpour` with one.
+    """From `allreduce` with one and two workers, and what has a server with one.
 
     A step takes, for a model of b bytes at m seconds per byte read or written, and g seconds of gradients:
 
@@ -147,15 +149,16 @@ def fit(times: Times) -> Fit:
         allreduce, 2 workers   compute (g + (6 + 5)/2 mb) (1 + contention)          keep a copy of half, update it
                                communicate 3mb (1 + contention) + 3 latency         copy and add half; meet three times
                                wait 0.56 spread g                                   for the slower of two
-        downpour, 1 worker     g + (3 + 1 + 5 + 3) mb + 4 (latency + letter)      copy, look, update, copy; four letters
+        served, 1 worker       g + (3 + 1 + 5 + 3) mb + 4 (latency + letter)        copy, look, update, copy; 4 letters
 
     The MLP is large enough for bytes to count and letters not to; with digits it is the other way round.
     """
 
-    def found(part: str) -> list[dict[str, float]]:
-        return [{task: median(getattr(t, part) for t in times[task, *which]) for task in TASKS} for which in FITTED]
+    def found(runs: list[tuple[str, int]], part: str = "seconds") -> dict[str, float]:
+        return {task: median(getattr(t, part) for run in runs for t in times.get((task, *run), [])) for task in TASKS}
 
-    (alone, _, served), (_, computing, _), (_, meeting, _), (_, waiting, _) = map(found, ("seconds", *PARTS))
+    alone, served = found(ALONE), found(SERVED)
+    computing, meeting, waiting = (found(BOTH, part) for part in PARTS)
     nbytes = 4 * sum(p.numel() for p in WORKLOADS["mlp"].build().parameters())
     latency = meeting["digits"] / 3
     letter = max(0.0, (served["digits"] - alone["digits"]) / 4 - latency)
@@ -248,57 +251,55 @@ def main() -> None:
     parser.add_argument("--strategies", default="allreduce,downpour,ssp,backup")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=420.0, help="for all measurements")
-    parser.add_argument("--again", action="store_true", help="predict what OUT/fidelity.json says was measured")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     raw = given.out / "fidelity.json"
-    if given.again:
-        known = json.loads(raw.read_text())
-        host, command = known["machine"], known["command"]
-        times: Times = {
-            (r["task"], r["strategy"], r["workers"]): [Timing(**t) for t in r["measured"]] for r in known["results"]
-        }
-    else:
-        host = machine()
-        command = f"python -m benchmarks.fidelity {given.out} --workers {given.workers}"
-        names, counts = given.strategies.split(","), [int(count) for count in given.workers.split(",")]
-        times = _measure_all([(task, name, count) for task in TASKS for name in names for count in counts], given)
+    known = json.loads(raw.read_text()) if raw.exists() else {"machine": machine(), "results": []}
+    host, command = known["machine"], f"python -m benchmarks.fidelity OUT --workers {given.workers}"
+    times: Times = {
+        (r["task"], r["strategy"], r["workers"]): [Timing(**t) for t in r["measured"]] for r in known["results"]
+    }
+    names, counts = given.strategies.split(","), [int(count) for count in given.workers.split(",")]
+    _measure_all(times, [(task, name, count) for task in TASKS for name in names for count in counts], given)
     found = fit(times)
     print(found, flush=True)
-    predicted = {key: predict(key, found.cluster(key[0], host["cores"])) for key in times}
-    results = [
-        {
-            "task": task,
-            "strategy": strategy,
-            "workers": workers,
-            "measured": [asdict(t) for t in timings],
-            "predicted": predicted[key],
-        }
-        for key, timings in times.items()
-        for task, strategy, workers in [key]
-    ]
     clusters = {task: found.cluster(task, host["cores"]) for task in TASKS}
-    whole = {"machine": host, "command": command, "clusters": clusters, "results": results}
-    raw.write_text(json.dumps(whole, indent=1) + "\n")
+    whole = {"machine": host, "command": command, "clusters": clusters, "results": _results(times, {})}
+    raw.write_text(json.dumps(whole, indent=1) + "\n")  # a prediction can be made again, a measurement not
+    predicted = {key: predict(key, clusters[key[0]]) for key in times}
+    raw.write_text(json.dumps(whole | {"results": _results(times, predicted)}, indent=1) + "\n")
     text = markdown(times, predicted, found, host, command)
     (given.out / "fidelity.md").write_text(text)
     draw(times, predicted, given.out / "fidelity.png")
     print(text)
 
 
-def _measure_all(keys: list[Key], given: argparse.Namespace) -> Times:
-    times: Times = {key: [] for key in keys}
+def _results(times: Times, predicted: dict[Key, float]) -> list[dict[str, Any]]:
+    return [
+        {
+            "task": task,
+            "strategy": strategy,
+            "workers": workers,
+            "measured": [asdict(timing) for timing in timings],
+            "predicted": predicted.get((task, strategy, workers)),
+        }
+        for (task, strategy, workers), timings in times.items()
+    ]
+
+
+def _measure_all(times: Times, keys: list[Key], given: argparse.Namespace) -> None:
+    if given.rounds:
+        measure(keys[0])  # the first run finds nothing warm
     began, longest = time.monotonic(), 0.0
     for number in range(given.rounds):
         round_began = time.monotonic()
         if number and round_began - began + longest > given.seconds:
             break
         for key in keys if number % 2 == 0 else reversed(keys):
-            times[key].append(measure(key))
+            times.setdefault(key, []).append(measure(key))
             at = time.monotonic() - began
             print(f"{at:4.0f} s  {key[0]:7}{key[1]:10}{key[2]:3} {1e3 * times[key][-1].seconds:8.2f} ms", flush=True)
         longest = max(longest, time.monotonic() - round_began)
-    return times
 
 
 if __name__ == "__main__":

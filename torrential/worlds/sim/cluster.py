@@ -75,7 +75,7 @@ class Inside(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cores: Count | None = None
     """When more roles than these are at work, each has its share of them; None: a core for every role."""
     contention: Seconds = 0.0
-    """Each further core at work slows all of them down by this: 0.1 makes two take 1.1 times as long."""
+    """Two cores or more at work slow one another down by this: 0.1 makes all of them take 1.1 times as long."""
     letter: Seconds = 0.0
     """That a letter takes whoever reads it, whatever is in it."""
     memory: Seconds | None = None

@@ -45,7 +45,7 @@ class Cores:
         """Of each that works."""
         cores = self._inside.cores or len(self._jobs)
         running = min(cores, len(self._jobs))
-        return running / len(self._jobs) / (1 + self._inside.contention * (running - 1))
+        return running / len(self._jobs) / (1 + self._inside.contention * (running > 1))
 
     def _catch_up(self) -> None:
         if self._jobs:
