@@ -98,9 +98,11 @@ class Frames:
         else:
             self._held += count
         while (self._letter is not None or self._header()) and (not self._missing or self._payload()):
-            assert self._letter is not None
-            yield self._letter
-            self._letter = None
+            letter, self._letter = self._letter, None
+            assert letter is not None
+            yield letter
+            if self._read == self._held:
+                break
         if self._read == self._held:
             self._read = self._held = 0
         elif self._held == self._ahead.nbytes:

@@ -39,6 +39,8 @@ from torrential.errors import WaitedTooLong
 DIAL_SECONDS = 5.0
 READS = 16  # from one connection before the others have their turn
 AN_HOUR = 3600.0
+DONTWAIT = int(socket.MSG_DONTWAIT)  # a plain number is passed on quicker
+MOST_READY = 64  # connections that are looked at in one round
 BRISK_SECONDS = 2e-4
 LOCAL_QUEUE = 1 << 18  # bytes that the kernel keeps for each direction of a tcp connection inside one host
 MOST_STRANGERS = 64  # who have connected and not shown the token yet
@@ -189,8 +191,7 @@ class Post:
             return self._arrived.popleft()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            left = min(deadline, self._patience()) - time.monotonic()
-            ready = self._poll(0.0 if self._stopped else max(0.0, left))
+            ready = self._epoll.poll(0.0, MOST_READY) or self._await(deadline)
             for descriptor, _ in ready:
                 if (line := self._lines.get(descriptor)) is not None:
                     self._read(line)
@@ -198,39 +199,43 @@ class Post:
                     os.eventfd_read(self._news)
                 else:
                     self._accept()
-            self._drop_the_silent()  # after reading: this role itself may have looked elsewhere for long
+            if self._unknown:
+                self._drop_the_silent()  # after reading: this role itself may have looked elsewhere for long
             if self._arrived:
                 return self._arrived.popleft()
             if (self._stopped and not ready) or time.monotonic() >= deadline:
                 return None
 
-    def _poll(self, timeout: float) -> list[tuple[int, int]]:
-        """Where something is to be read. To be woken up takes longer than a small letter and its answer, so where the
-        last letter came quickly, and there is another core for whoever writes the next, it is looked for again and
-        again for a moment."""
-        began, ready = time.perf_counter(), self._epoll.poll(0.0)
-        if ready or not timeout:
+    def _await(self, deadline: float) -> list[tuple[int, int]]:
+        """Where something is to be read, sooner or later. To be woken up takes longer than a small letter and its
+        answer, so where the last letter came quickly, and there is another core for whoever writes the next, it is
+        looked for again and again for a moment."""
+        began = time.monotonic()
+        ready: list[tuple[int, int]] = []
+        timeout = min(deadline, self._patience()) - began
+        if self._stopped or timeout <= 0.0:
             return ready
         if self._brisk:
             limit = began + min(timeout, BRISK_SECONDS)
-            while not ready and time.perf_counter() < limit:
+            while not ready and time.monotonic() < limit:
                 os.sched_yield()  # to whoever has work to do
-                ready = self._epoll.poll(0.0)
+                ready = self._epoll.poll(0.0, MOST_READY)
         if not ready:
-            ready = self._epoll.poll(timeout)
-        self._brisk = time.perf_counter() - began < BRISK_SECONDS and self._spare_core
+            ready = self._epoll.poll(timeout, MOST_READY)
+        self._brisk = time.monotonic() - began < BRISK_SECONDS and self._spare_core
         return ready
 
     def _read(self, line: _Line) -> None:
+        frames = line.frames
         try:
             if not line.admitted and not line.admit():
                 return
             for _ in range(READS):
-                room = line.frames.room()
-                got = line.sock.recv_into(room, 0, socket.MSG_DONTWAIT)
+                room = frames.room()
+                got = line.sock.recv_into(room, 0, DONTWAIT)
                 if not got:
                     raise wire.Closed
-                for message, tensors in line.frames.filled(got):
+                for message, tensors in frames.filled(got):
                     self._take(line, message, tensors)
                 if got < room.nbytes:
                     return

@@ -98,10 +98,11 @@ class Link:
 
     def settle(self, ask: Ask, result: Result) -> None:
         """As soon as all that was applied so far is on all replicas."""
-        if self.stable >= self.shard.number:
+        number = self.shard.number
+        if self.stable >= number:
             self.settled(ask, *result)
         else:
-            self._waiting.append((self.shard.number, ask, *result))
+            self._waiting.append((number, ask, *result))
 
     # -- behind it ---------------------------------------------------------------------------------------------------
     def replicate(self, message: Replicate, tensors: Sequence[Tensor]) -> None:

@@ -36,14 +36,16 @@ from torrential.server.messages import (
     Take,
 )
 from torrential.server.objections import objection
-from torrential.server.shard import Asked, Operation, Outcome, Shard
+from torrential.server.shard import Asked, Operation, Outcome
 from torrential.server.sums import Clock, operands
 
 
 class Head:
     def __init__(self, comm: Mail, link: Link, consistency: Consistency) -> None:
         self._comm, self._link, self._consistency = comm, link, consistency
-        self._copies = Copies(comm, link, consistency.aggregates, self._answer)
+        self.shard = link.shard  # a link gets another one only from a head
+        self._aggregates = consistency.aggregates
+        self._copies = Copies(comm, link, self._aggregates, self._answer)
         self._workers: frozenset[int] = frozenset()  # of the view
         self._done: dict[int, int] = {}  # completed clocks of the workers that count
         self._least = 0  # of them
@@ -65,13 +67,9 @@ class Head:
         link.settled, link.progressed = self._settled, self._close
 
     @property
-    def shard(self) -> Shard:
-        return self._link.shard
-
-    @property
     def completed(self) -> int:
         """Clocks that all have completed."""
-        return self.shard.closed if self._consistency.aggregates else self._least
+        return self.shard.closed if self._aggregates else self._least
 
     # -- workers come and go -----------------------------------------------------------------------------------------
     def adopt(self, workers: Sequence[int], begin: bool = False) -> None:
@@ -111,7 +109,7 @@ class Head:
         """Workers without whom something that waits here cannot go on."""
         dealer = self.shard.dealer
         yield from self._copies.awaited()
-        if self._consistency.aggregates:
+        if self._aggregates:
             if self._open or self._reads or self._copies.waits:
                 opened = self._open.get(self.shard.closed)
                 yield from self._done.keys() - self._ahead - set(opened.complete if opened is not None else ())
@@ -137,7 +135,7 @@ class Head:
         if before is None or before >= clock:
             return
         self._done[worker] = clock
-        if self._consistency.aggregates:
+        if self._aggregates:
             if clock > self.shard.closed:
                 self._ahead.add(worker)
                 self._close()
@@ -197,7 +195,7 @@ class Head:
     def _settled(self, ask: Ask, outcome: Outcome, tensors: Sequence[Tensor]) -> None:
         """What the request came to is on all replicas."""
         request = ask.request
-        if isinstance(request, Push) and request.pull:
+        if type(request) is Push and request.pull:
             self._read(ask, request.clock + 1, outcome)
         elif isinstance(request, Pull):
             self._answer(ask, outcome, self._values(ask))
@@ -211,7 +209,7 @@ class Head:
             start=request.start,
             view=request.view,
             version=outcome.version,
-            clock=self.completed,
+            clock=self.shard.closed if self._aggregates else self._least,
             dropped=outcome.dropped,
             staleness=outcome.staleness,
             lease=outcome.lease,
@@ -259,7 +257,7 @@ class Head:
     def _push(self, ask: Ask) -> None:
         request = ask.request
         assert isinstance(request, Push)
-        if self._consistency.aggregates:
+        if self._aggregates:
             if request.clock < self.shard.closed:
                 self._drop(ask)
             else:
@@ -284,7 +282,7 @@ class Head:
 
     def _close(self) -> None:
         """The open clock, if nobody more is waited for; and the one after it."""
-        if not self._consistency.aggregates:
+        if not self._aggregates:
             return
         shard, before = self.shard, self.shard.closed
         while self._complete() and self._link.stable >= self._summed:  # the sum may still be on its way to replicas

@@ -44,15 +44,15 @@ def _wrong_values(shard: Shard, ask: Ask) -> str | None:
     kind = type(request)
     if isinstance(request, Push) and not math.isfinite(request.lr * request.scale):
         return "pushed with a learning rate or scale that is not finite"
-    if isinstance(request, Push | Add) and request.keys:
+    if kind is not Put and request.keys:  # type: ignore[attr-defined]
         wrong = _wrong_keys(shard, tensors)
         if wrong is not None:
             return wrong
         tensors = tensors[:1]
     elif tensors or kind is not Push:  # a push of nothing completes its clock
         sizes = [last - first for first, last in request.spans]
-        if len(tensors) != len(sizes) or any(t.shape != (n,) for t, n in zip(tensors, sizes, strict=True)):
-            found = [tuple(t.shape) for t in tensors]
+        if [tensor.shape for tensor in tensors] != [(size,) for size in sizes]:
+            found = [tuple(tensor.shape) for tensor in tensors]
             return f"sent shapes {found} to {_verb(kind)}, where {sizes} elements belong"
     for tensor in tensors:
         if tensor.dtype != shard.store.dtype:

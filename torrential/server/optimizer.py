@@ -121,31 +121,44 @@ def _bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optim
     return inspect.unwrap(step) if kind.__module__.startswith(("torch.", "torrential.")) else step
 
 
-def _adagrad(group: Mapping[str, Any], parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> None:
+class _Adagrad:
     """What a fused step of Adagrad comes to, less its preparations: those take many times as long as a small step, and
     small steps of Adagrad are what asynchronous servers do all day."""
-    used = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
-    if len(used) < len(parameters):
-        parameters, states = [parameters[i] for i in used], [states[i] for i in used]
-    if not parameters:
-        return
-    steps = [state["step"] for state in states]
-    for step in steps:
-        step.numpy()[...] += 1  # quicker than torch, for one number
-    torch._fused_adagrad_(
-        list(parameters), [p.grad for p in parameters], [s["sum"] for s in states], steps,  # type: ignore[misc]
-        lr=group["lr"], lr_decay=group["lr_decay"], weight_decay=group["weight_decay"], eps=group["eps"],
-        maximize=group["maximize"],
-    )  # fmt: skip
+
+    def __init__(self, group: Mapping[str, Any], parameters: list[Tensor], states: Sequence[Mapping[str, Tensor]]):
+        self._operands = parameters, [s["sum"] for s in states], [s["step"] for s in states]
+        self._counts = [step.numpy() for step in self._operands[2]]  # quicker than torch, for one number
+        self._options = {name: group[name] for name in ("lr_decay", "weight_decay", "eps", "maximize")}
+
+    def step(self, gradients: Sequence[Tensor | None], lr: float) -> None:
+        used = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        parameters, sums, steps = self._operands
+        if len(used) < len(parameters):
+            gradients = [gradients[i] for i in used]
+            parameters, sums, steps = ([given[i] for i in used] for given in self._operands)
+        if not used:
+            return
+        for i in used:
+            self._counts[i][()] += 1
+        torch._fused_adagrad_(parameters, gradients, sums, steps, lr=lr, **self._options)  # type: ignore[call-overload]
 
 
-class _Beside(NamedTuple):
+class _Stepper(NamedTuple):
     """An optimizer of some elements of some pieces."""
 
     numbers: Sequence[int]  # of the pieces
     parameters: list[Tensor]
     states: list[dict[str, Tensor]]  # with the piece's own numbers while a step is taken
     optimizer: torch.optim.Optimizer
+    fused: _Adagrad | None  # which then is used instead, and changes the piece's numbers in place
+
+
+class _Plan(NamedTuple):
+    """Where the parts of gradients for some spans go: gradient, its part (None: all of it)."""
+
+    wholes: Mapping[int, tuple[int, slice | None]]  # by piece
+    beside: _Stepper | None  # of what is less than a piece
+    parts: Sequence[tuple[int, slice | None]]
 
 
 class RangeOptimizer:
@@ -169,19 +182,18 @@ class RangeOptimizer:
             values = scalars.get(piece.entry.index, {"step": 0.0} if store.counted else {})
             for name, value in values.items():
                 state[name] = torch.tensor(value, dtype=torch.float32 if name == "step" else torch.float64)
-        self._optimizer = (
-            self._build(range(len(self._pieces)), self._parameters, self._states) if self._pieces else None
-        )
-        self._besides: dict[tuple[tuple[int, int, int], ...], _Beside] = {}
+        self._whole = self._stepper(range(len(self._pieces)), self._parameters, self._states) if self._pieces else None
+        self._plans: dict[tuple[tuple[Span, ...], tuple[int, ...] | None], _Plan] = {}
 
-    def _build(
-        self, numbers: Sequence[int], parameters: list[Tensor], states: list[dict[str, Tensor]]
-    ) -> torch.optim.Optimizer:
+    def _stepper(self, numbers: Sequence[int], parameters: list[Tensor], states: list[dict[str, Tensor]]) -> _Stepper:
         names = [self._pieces[i].entry.name for i in numbers]
         optimizer = self._store.spec.build(parameters, names=names)
         for parameter, state in zip(parameters, states, strict=True):
             optimizer.state[parameter] = state
-        return optimizer
+        groups = optimizer.param_groups
+        fused = isinstance(optimizer, torch.optim.Adagrad) and optimizer.defaults["fused"] and len(groups) == 1
+        adagrad = _Adagrad(groups[0], parameters, states) if fused else None
+        return _Stepper(numbers, parameters, states, optimizer, adagrad)
 
     def scalars(self) -> Scalars:
         names = self._store.states.keys()
@@ -194,38 +206,48 @@ class RangeOptimizer:
     def step(self, gradient: Tensor, lr: float, used: Sequence[int] | None = None) -> None:
         """`gradient` is of the whole range."""
         alone = len(self._sizes) == 3 and self._sizes[1] == gradient.numel()
-        grads = (gradient,) if alone else torch.split_with_sizes(gradient, self._sizes)[1::2]
-        for parameter, grad in zip(self._parameters, grads, strict=True):
-            parameter.grad = grad
+        grads: Sequence[Tensor | None] = (gradient,) if alone else torch.split_with_sizes(gradient, self._sizes)[1::2]
         if used is not None:
-            for piece, parameter in zip(self._pieces, self._parameters, strict=True):
-                if piece.entry.index not in used:
-                    parameter.grad = None
-        self._run(self._optimizer, self._parameters, self._states, lr)
+            grads = [g if p.entry.index in used else None for p, g in zip(self._pieces, grads, strict=True)]
+        self._run(self._whole, grads, lr)
 
     def step_spans(
         self, spans: Sequence[Span], gradients: Sequence[Tensor], lr: float, used: Sequence[int] | None = None
     ) -> None:
         if len(spans) == 1 and spans[0] == (self._start, self._stop):
             return self.step(gradients[0], lr, used)
-        places: list[tuple[int, int, int]] = []
-        parts: list[Tensor] = []
-        whole = False
-        for (first, last), gradient in zip(spans, gradients, strict=True):
+        key = tuple(spans), None if used is None else tuple(used)
+        plan = self._plans.get(key)
+        if plan is None:  # kept, since workers push the same parts again and again
+            if len(self._plans) >= MOST_KEPT:
+                self._plans.clear()
+            plan = self._plans[key] = self._planned(spans, used)
+        if plan.wholes:
+            grads: list[Tensor | None] = [None] * len(self._pieces)
+            for i, (which, where) in plan.wholes.items():
+                grads[i] = gradients[which] if where is None else gradients[which][where]
+            self._run(self._whole, grads, lr)
+        if plan.beside is not None:
+            parts = [gradients[which] if where is None else gradients[which][where] for which, where in plan.parts]
+            self._step_beside(plan.beside, parts, lr)
+
+    def _planned(self, spans: Sequence[Span], used: Sequence[int] | None) -> _Plan:
+        wholes: dict[int, tuple[int, slice | None]] = {}
+        places: list[tuple[int, slice]] = []
+        parts: list[tuple[int, slice | None]] = []
+        for which, (first, last) in enumerate(spans):
             for i, piece in enumerate(self._pieces):
                 low, high = max(first, piece.start), min(last, piece.stop)
                 if low >= high or (used is not None and piece.entry.index not in used):
                     continue
-                part = gradient if high - low == last - first else gradient[low - first : high - first]
+                part = which, None if high - low == last - first else slice(low - first, high - first)
                 if (low, high) == (piece.start, piece.stop):
-                    self._parameters[i].grad, whole = part, True
+                    wholes[i] = part
                 else:
-                    places.append((i, low - piece.start, high - piece.start))
+                    places.append((i, slice(low - piece.start, high - piece.start)))
                     parts.append(part)
-        if whole:
-            self._run(self._optimizer, self._parameters, self._states, lr)
-        if places:
-            self._step_beside(self._slices(tuple(places)), parts, lr)
+        beside = self._beside([i for i, _ in places], [where for _, where in places]) if places else None
+        return _Plan(wholes, beside, parts)
 
     def step_keys(self, keys: Tensor, values: Tensor, lr: float) -> None:
         """Only these keys' parameters and states are looked at; `keys` are ascending, and each occurs once."""
@@ -244,53 +266,33 @@ class RangeOptimizer:
             for name in self._store.states:
                 self._states[i][name].index_copy_(0, where, state[name])
 
-    def _slices(self, places: tuple[tuple[int, int, int], ...]) -> _Beside:
-        """Kept, since workers push the same parts again and again."""
-        beside = self._besides.get(places)
-        if beside is None:
-            if len(self._besides) >= MOST_KEPT:
-                self._besides.clear()
-            wheres = [slice(low, high) for _, low, high in places]
-            beside = self._besides[places] = self._beside([i for i, _, _ in places], wheres)
-        return beside
-
-    def _beside(self, numbers: Sequence[int], wheres: Sequence[Any]) -> _Beside:
-        both = list(zip(numbers, wheres, strict=True))
+    def _beside(self, numbers: Sequence[int], wheres: Sequence[Any]) -> _Stepper:
+        both, vectors = list(zip(numbers, wheres, strict=True)), self._store.states
         parameters = [self._parameters[i][where] for i, where in both]
-        states = [{name: self._states[i][name][where] for name in self._store.states} for i, where in both]
-        return _Beside(numbers, parameters, states, self._build(numbers, parameters, states))
+        states = [{k: v[where] if k in vectors else v for k, v in self._states[i].items()} for i, where in both]
+        return self._stepper(numbers, parameters, states)
 
-    def _step_beside(self, beside: _Beside, gradients: Sequence[Tensor], lr: float) -> None:
-        vectors = self._store.states
-        for i, state, parameter, gradient in zip(
-            beside.numbers, beside.states, beside.parameters, gradients, strict=True
-        ):
-            parameter.grad = gradient
-            for name, value in self._states[i].items():
-                if name not in vectors:
-                    state[name] = value
-        self._run(beside.optimizer, beside.parameters, beside.states, lr)
-        for i, state in zip(beside.numbers, beside.states, strict=True):
-            for name, value in state.items():
-                if name not in vectors:
-                    self._states[i][name] = value
+    def _step_beside(self, beside: _Stepper, gradients: Sequence[Tensor], lr: float) -> None:
+        if beside.fused is not None:
+            return self._run(beside, gradients, lr)
+        both, vectors = list(zip(beside.numbers, beside.states, strict=True)), self._store.states
+        for i, state in both:
+            state |= {name: value for name, value in self._states[i].items() if name not in vectors}
+        self._run(beside, gradients, lr)
+        for i, state in both:
+            self._states[i] |= {name: value for name, value in state.items() if name not in vectors}
 
-    def _run(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        parameters: Sequence[Tensor],
-        states: Sequence[Mapping[str, Tensor]],
-        lr: float,
-    ) -> None:
-        if optimizer is None or self._store.parameters.is_meta:
+    def _run(self, stepper: _Stepper | None, gradients: Sequence[Tensor | None], lr: float) -> None:
+        if stepper is None or self._store.parameters.is_meta:
             return
-        groups = optimizer.param_groups
-        for group in groups:
+        if stepper.fused is not None:
+            return stepper.fused.step(gradients, lr)
+        optimizer, parameters = stepper.optimizer, stepper.parameters
+        for group in optimizer.param_groups:
             group["lr"] = lr
-        if isinstance(optimizer, torch.optim.Adagrad) and optimizer.defaults["fused"] and len(groups) == 1:
-            _adagrad(groups[0], parameters, states)
-        else:
-            with torch.no_grad():
-                _bare_step(type(optimizer))(optimizer)  # type: ignore[arg-type]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        with torch.no_grad():
+            _bare_step(type(optimizer))(optimizer)  # type: ignore[arg-type]
         for parameter in parameters:
             parameter.grad = None
