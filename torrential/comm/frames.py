@@ -168,6 +168,14 @@ class Frames:
     def _places(self, sealed: Sealed[Any]) -> list[Tensor]:
         """Where its tensors lie: in another's memory; where they are wanted, if they fit; or in fresh memory."""
         pieces = sealed.pieces
+        tensors: list[Tensor] = []
+        for piece in pieces:
+            known = self._views.get((piece.key, piece.offset, piece.dtype, *piece.sizes))
+            if known is None:
+                break
+            tensors.append(known)
+        else:
+            return tensors
         inline = [piece for piece in pieces if not piece.key]
         if not inline:
             return [self._view(piece) for piece in pieces]

@@ -18,8 +18,7 @@ AT_ONCE = 1 << 16  # bytes of payload
 class Outgoing:
     """A message on its way; done when it has been handed to the kernel."""
 
-    def __init__(self) -> None:
-        self._sent = False
+    _sent = False
 
     def done(self) -> bool:
         return self._sent

@@ -39,8 +39,6 @@ from torrential.errors import WaitedTooLong
 DIAL_SECONDS = 5.0
 READS = 16  # from one connection before the others have their turn
 AN_HOUR = 3600.0
-DONTWAIT = int(socket.MSG_DONTWAIT)  # a plain number is passed on quicker
-MOST_READY = 64  # connections that are looked at in one round
 BRISK_SECONDS = 2e-4
 LOCAL_QUEUE = 1 << 18  # bytes that the kernel keeps for each direction of a tcp connection inside one host
 MOST_STRANGERS = 64  # who have connected and not shown the token yet
@@ -62,7 +60,6 @@ class Posted(Outgoing):
     """The handle of a letter."""
 
     def __init__(self, to: int, written: threading.Condition) -> None:
-        super().__init__()
         self._to, self._written = to, written
 
     def lose(self) -> None:
@@ -191,7 +188,7 @@ class Post:
             return self._arrived.popleft()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
-            ready = self._epoll.poll(0.0, MOST_READY) or self._await(deadline)
+            ready = self._epoll.poll(0.0) or self._await(deadline)
             for descriptor, _ in ready:
                 if (line := self._lines.get(descriptor)) is not None:
                     self._read(line)
@@ -219,9 +216,9 @@ class Post:
             limit = began + min(timeout, BRISK_SECONDS)
             while not ready and time.monotonic() < limit:
                 os.sched_yield()  # to whoever has work to do
-                ready = self._epoll.poll(0.0, MOST_READY)
+                ready = self._epoll.poll(0.0)
         if not ready:
-            ready = self._epoll.poll(timeout, MOST_READY)
+            ready = self._epoll.poll(timeout)
         self._brisk = time.monotonic() - began < BRISK_SECONDS and self._spare_core
         return ready
 
@@ -232,7 +229,7 @@ class Post:
                 return
             for _ in range(READS):
                 room = frames.room()
-                got = line.sock.recv_into(room, 0, DONTWAIT)
+                got = line.sock.recv_into(room, 0, socket.MSG_DONTWAIT)
                 if not got:
                     raise wire.Closed
                 for message, tensors in frames.filled(got):

@@ -274,6 +274,12 @@ class Client:
         """By the table. `tensors` and `into` are empty or go with the spans, except that with `keys` there are the
         values and the keys."""
         table, version = self._view.table, self._view.version
+        if len(table) == 1 and len(spans) == 1 and not keys and 0 <= spans[0][0] < spans[0][1] <= self.numel:
+            size = spans[0][1] - spans[0][0]
+            part = _Part(version, table[0])
+            part.spans = (spans[0],)
+            part.tensors, part.into = [_piece(t, 0, size) for t in tensors], [_piece(t, 0, size) for t in into]
+            return [part]
         parts: dict[int, _Part] = {}
         if keys and len(table) > 1:
             tensors = _ascending(*tensors)
@@ -284,9 +290,8 @@ class Client:
             while first < last:
                 r = table[at]
                 stop = min(last, r.stop)
-                part = parts.get(r.start)
-                if part is None:
-                    part = parts[r.start] = _Part(version, r)
+                found = parts.get(r.start)
+                part = parts[r.start] = _Part(version, r) if found is None else found
                 offset = spans[i][0]
                 part.spans += ((first, stop),)
                 if keys:
@@ -478,19 +483,24 @@ class Pending:
             return Answer()
         if len(answers) > 1:
             answers.sort(key=lambda answer: answer[0].start)
-        first = answers[0][0]
-        clocks = [done.clock for done, _ in answers]
+        first, tensors = answers[0]
+        version, clock, ahead, rests = first.version, first.clock, first.clock, [first.rest]
+        if len(answers) > 1:
+            version, clock = min(done.version for done, _ in answers), min(done.clock for done, _ in answers)
+            ahead = max(done.clock for done, _ in answers)
+            tensors = [tensor for _, tensors in answers for tensor in tensors]
+            rests = [done.rest for done, _ in answers]
         return Answer(
-            version=min(done.version for done, _ in answers),
-            clock=min(clocks),
-            dropped=first.dropped,
-            staleness=first.staleness,
-            lease=first.lease,
-            indices=first.indices,
-            epoch=first.epoch,
-            total=first.total,
-            finished=first.finished,
-            tensors=[tensor for _, tensors in answers for tensor in tensors],
-            ahead=max(clocks),
-            rests=[done.rest for done, _ in answers] if first.rest else (),
+            version,
+            clock,
+            first.dropped,
+            first.staleness,
+            first.lease,
+            first.indices,
+            first.epoch,
+            first.total,
+            first.finished,
+            tensors,
+            ahead,
+            rests if first.rest else (),
         )
