@@ -74,9 +74,10 @@ def check(shape: Shape) -> None:
 
 def write(sock: socket.socket, frame: list[memoryview], block: bool = True) -> list[memoryview]:
     """Write a frame; returns what is left of it because it would block."""
+    flags = 0 if block else socket.MSG_DONTWAIT
     try:
         while frame:
-            sent = sock.sendmsg(frame[:MOST_PIECES], (), 0 if block else socket.MSG_DONTWAIT)
+            sent = sock.send(frame[0], flags) if len(frame) == 1 else sock.sendmsg(frame[:MOST_PIECES], (), flags)
             while frame and sent >= frame[0].nbytes:
                 sent -= frame.pop(0).nbytes
             if sent:
