@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -39,11 +38,12 @@ from torrential.worlds.sim.timed import update
 
 TASKS: dict[str, Callable[[], tt.Task]] = {"digits": digits, "mlp": mlp}
 STEPS = {"digits": 1200, "mlp": 36}  # of each worker
-SIMULATED = {"digits": 150, "mlp": 50}
+SIMULATED = {"digits": 300, "mlp": 200}
 WARMUP = 0.2  # of the steps
 PARTS = ("compute", "communicate", "wait")
-WINDOW = 5  # records of a worker, about a second: the median is over such windows
+WINDOW = 5  # records of a worker, about a second: what is measured is the median over such windows
 UPDATE = update(1)  # SGD with momentum, or Adagrad
+PAUSE = 4.0  # times as long as others a batch takes now and then
 ALONE, BOTH = [("allreduce", 1)], [("allreduce", 2)]
 SERVED = [("downpour", 1), ("ssp", 1), ("backup", 1)]  # which do the same with one worker
 FITTED = ALONE + BOTH + SERVED
@@ -56,9 +56,11 @@ class Timing:
     """Of a step: an update of the parameters."""
 
     seconds: float
-    compute: float  # seconds of worker 0; these three are means, and all there is where a step is one of each worker
-    communicate: float
-    wait: float
+    compute: float | None = (
+        None  # seconds of worker 0, in the mean, and all there is where a step is one of each worker
+    )
+    communicate: float | None = None
+    wait: float | None = None
 
 
 Times = dict[Key, list[Timing]]  # by round
@@ -67,14 +69,14 @@ Times = dict[Key, list[Timing]]  # by round
 def measure(key: Key) -> Timing:
     task, _, workers = key
     steps = STEPS[task] if workers <= 2 else STEPS[task] // 3
-    return _time(key, TASKS[task](), steps, WARMUP, threads=1)
+    return _time(key, TASKS[task](), steps, WARMUP, WINDOW, threads=1)
 
 
 def predict(key: Key, cluster: dict[str, Any]) -> float:
     task = TASKS[key[0]]()
     task = replace(task, model=partial(_empty, task.model))
     here = {"hosts": 1, "workers_per_host": key[2]} | cluster
-    return _time(key, task, SIMULATED[key[0]], 0.0, world="sim", cluster=here, gradients="off").seconds
+    return _time(key, task, SIMULATED[key[0]], 0.0, NEVER, world="sim", cluster=here, gradients="off").seconds
 
 
 def _empty(build: Callable[[], nn.Module]) -> nn.Module:
@@ -83,7 +85,7 @@ def _empty(build: Callable[[], nn.Module]) -> nn.Module:
         return build().to_empty(device="cpu")
 
 
-def _time(key: Key, task: tt.Task, steps: int, warmup: float, **options: Any) -> Timing:
+def _time(key: Key, task: tt.Task, steps: int, warmup: float, window: int, **options: Any) -> Timing:
     _, strategy, workers = key
     if strategy == "backup":
         options["backups"] = min(1, workers - 1)
@@ -104,7 +106,7 @@ def _time(key: Key, task: tt.Task, steps: int, warmup: float, **options: Any) ->
             **options,
         )
     records = [r for r in result.history if isinstance(r, Step) and r.worker == 0 and r.step >= warmup * steps]
-    window = min(WINDOW, len(records) - 1)
+    window = min(window, len(records) - 1)
     first, *others = records
     return Timing(
         median((b.time - a.time) / (b.step - a.step) for a, b in zip(records, records[window:], strict=False)),
@@ -117,7 +119,7 @@ def _time(key: Key, task: tt.Task, steps: int, warmup: float, **options: Any) ->
 class Fit:
     compute: dict[str, float]  # seconds of forward and backward, by task; so are the next two
     contention: dict[str, float]
-    spread: dict[str, float]
+    pause: dict[str, int]  # once in so many steps a worker takes PAUSE times as long
     memory: float
     latency: float
     letter: float
@@ -127,9 +129,8 @@ class Fit:
             "compute": {
                 "seconds_per_step": self.compute[task],  # batches are all of one size
                 "seconds_per_sample": 1e-12,
-                "spread": "lognormal" if self.spread[task] else "none",
-                "shape": self.spread[task] or 1.0,
             },
+            "stragglers": [{"factor": PAUSE, "every": self.pause[task]}],
             "network": {"inside_latency": self.latency},
             "inside": {
                 "cores": cores,
@@ -143,32 +144,36 @@ class Fit:
 def fit(times: Times) -> Fit:
     """From `allreduce` with one and two workers, and what has a server with one.
 
-    A step takes, for a model of b bytes at m seconds per byte read or written, and g seconds of gradients:
+    A step takes, for a model of b bytes at m seconds per byte read or written, and g seconds of gradients, with pauses:
 
         allreduce, 1 worker    g + 5mb                                              update
+        served, 1 worker       g + (3 + 1 + 5 + 3) mb + 4 (latency + letter)        copy, look, update, copy
+                               communicate and wait 4 (latency + letter), of digits
         allreduce, 2 workers   compute (g + (6 + 5)/2 mb) (1 + contention)          keep a copy of half, update it
-                               communicate 3mb (1 + contention) + 3 latency         copy and add half; meet three times
-                               wait 0.56 spread g                                   for the slower of two
-        served, 1 worker       g + (3 + 1 + 5 + 3) mb + 4 (latency + letter)        copy, look, update, copy; 4 letters
+                               communicate 3 latency, of digits                     meet three times
+                               wait (PAUSE - 1) / pause of a batch                  for the other's pauses
 
     The MLP is large enough for bytes to count and letters not to; with digits it is the other way round.
     """
 
     def found(runs: list[tuple[str, int]], part: str = "seconds") -> dict[str, float]:
-        return {task: median(getattr(t, part) for run in runs for t in times.get((task, *run), [])) for task in TASKS}
+        known = {task: [getattr(t, part) for run in runs for t in times.get((task, *run), [])] for task in TASKS}
+        return {task: median(s for s in seconds if s is not None) for task, seconds in known.items()}
 
     alone, served = found(ALONE), found(SERVED)
     computing, meeting, waiting = (found(BOTH, part) for part in PARTS)
-    nbytes = 4 * sum(p.numel() for p in WORKLOADS["mlp"].build().parameters())
+    either = (found(SERVED, "communicate")["digits"] + found(SERVED, "wait")["digits"]) / 4  # latency + letter
     latency = meeting["digits"] / 3
-    letter = max(0.0, (served["digits"] - alone["digits"]) / 4 - latency)
-    memory = (served["mlp"] - alone["mlp"] - 4 * (latency + letter)) / (2 * COPY + LOOK) / nbytes
+    letter = max(0.0, either - latency)
+    nbytes = 4 * sum(p.numel() for p in WORKLOADS["mlp"].build().parameters())
+    memory = (served["mlp"] - alone["mlp"] - 4 * either) / (2 * COPY + LOOK) / nbytes
     once = {"digits": 0.0, "mlp": memory * nbytes}
     compute = {task: alone[task] - UPDATE * once[task] for task in TASKS}
     both = {task: compute[task] + (2 * COPY + UPDATE) / 2 * once[task] for task in TASKS}
     contention = {task: max(0.0, computing[task] / both[task] - 1) for task in TASKS}
-    spread = {task: waiting[task] / compute[task] * math.sqrt(math.pi) for task in TASKS}
-    return Fit(compute, contention, spread, memory, latency, letter)
+    quick = {task: compute[task] - waiting[task] for task in TASKS}  # without pauses
+    pause = {task: max(1, round((PAUSE - 1) * quick[task] / waiting[task])) for task in TASKS}
+    return Fit(quick, contention, pause, memory, latency, letter)
 
 
 # -- results ------------------------------------------------------------------------------------------------------
@@ -188,7 +193,7 @@ def markdown(times: Times, predicted: dict[Key, float], found: Fit, host: dict[s
     rounds = max(map(len, times.values()))
     about = [
         f"{task}: forward and backward {_ms(found.compute[task])} ms, contention {found.contention[task]:.2f}, "
-        f"spread {found.spread[task]:.2f}"
+        f"a pause in {found.pause[task]} steps"
         for task in TASKS
     ]
     about.append(f"{1e9 * found.memory:.3f} ns per byte of memory")
@@ -222,7 +227,7 @@ def draw(times: Times, predicted: dict[Key, float], path: Path) -> None:
         print("matplotlib is missing; no picture")
         return
     strategies = list(dict.fromkeys(strategy for _, strategy, _ in times))
-    figure, panels = plt.subplots(1, len(TASKS), figsize=(10, 4))
+    figure, panels = plt.subplots(1, len(TASKS), figsize=(10, 4.5), layout="constrained")
     for panel, task in zip(panels, TASKS, strict=True):
         for colour, strategy in enumerate(strategies):
             keys = [key for key in times if key[:2] == (task, strategy)]
@@ -239,8 +244,9 @@ def draw(times: Times, predicted: dict[Key, float], path: Path) -> None:
         panel.minorticks_off()
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
-    panels[0].legend(title="dots: measured (min–max)\nlines: simulated")
-    figure.tight_layout()
+    handles, labels = panels[0].get_legend_handles_labels()
+    title = "dots: measured (min–max); lines: simulated"
+    figure.legend(handles, labels, title=title, loc="outside lower center", ncols=len(labels))
     figure.savefig(path, dpi=120)
 
 

@@ -51,6 +51,7 @@ def ends(inside: Inside, jobs: list[tuple[float, float]], kill: tuple[float, int
         (Inside(cores=2), [(0.0, 2.0), (0.0, 2.0), (0.0, 2.0)], [3.0, 3.0, 3.0]),
         (Inside(cores=1), [(0.0, 2.0), (1.0, 0.5)], [2.5, 2.0]),
         (Inside(cores=2, contention=0.5), [(0.0, 2.0), (0.0, 2.0)], [3.0, 3.0]),
+        (Inside(cores=4, contention=0.5), [(0.0, 2.0), (0.0, 2.0), (0.0, 2.0), (0.0, 2.0)], [3.0, 3.0, 3.0, 3.0]),
         (Inside(cores=1, contention=0.5), [(0.0, 2.0), (0.0, 2.0)], [4.0, 4.0]),
     ],
 )
@@ -89,6 +90,7 @@ def test_members_copy_and_add_up_what_is_not_theirs_and_update_what_is(workers: 
     expected = COMPUTE + PASS * UPDATE
     if workers > 1:  # each keeps a copy of its slice of parameters and momentum while it updates it
         expected = COMPUTE + PASS * ((COPY + ADD) * others + (2 * COPY + UPDATE) / workers) + 3 * LATENCY
+        expected += 2 * (workers - 1) * LETTER  # what the others have left of gradients, and of votes
     assert step_seconds(simulate(tmp_path / "run", "allreduce", workers)) == pytest.approx(expected, rel=1e-3)
 
 

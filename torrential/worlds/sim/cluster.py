@@ -77,7 +77,8 @@ class Inside(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     contention: Seconds = 0.0
     """Two cores or more at work slow one another down by this: 0.1 makes all of them take 1.1 times as long."""
     letter: Seconds = 0.0
-    """That a letter takes whoever reads it, whatever is in it."""
+    """That a letter takes whoever reads it, whatever is in it; in shared memory, what each of the others has put there
+    for a sum or a vote."""
     memory: Seconds | None = None
     """Per byte that is read or written, where roles of one host share memory, as with transport=shared: tensors stay
     where they are, and whoever copies, adds up or updates them (in allreduce its own slice) takes its own time for it.

@@ -130,7 +130,13 @@ class SimComm(SimMail):
         return self.carrier.reduce_scatter(region, parts)
 
     def all_gather(self, vector: Tensor) -> Handle:
+        if self.together:
+            self.read_others()
         return self.carrier.all_gather(vector)
+
+    def read_others(self) -> None:
+        """In shared memory nobody sends a letter, but each looks at what every other has put there."""
+        self.work(self.hub.cluster.inside.letter * (len(self.members) - 1))
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         return self.carrier.broadcast(tensor, root)
@@ -173,6 +179,7 @@ class _InMemory:
 
     def wait(self, timeout: float | None = None) -> None:
         self._sum.wait(timeout)
+        self._comm.read_others()
         self._comm.work_on(ADD * self._slices)
         self._slices = 0.0
 
