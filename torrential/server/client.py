@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torrential.comm.protocol import SERVERS, Mail
 from torrential.errors import BadInput, RunFailed, WaitedTooLong
@@ -84,6 +85,7 @@ class Client:
         self._versions: dict[int, int] = {}  # of the parameters last read, by the start of the range
         self._marked = self._saved = 0  # the newest checkpoint that this worker has marked, and asked for
         self._waited: Pending | None = None  # what the caller waits for, and so cannot be computing on
+        self._pieces = WeakTensorKeyDictionary()  # of tensors that were cut, as long as the caller keeps them
         self._land()
 
     # -- parameters -------------------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ class Client:
         if pending.kind is Push:
             if part.version is None:
                 part.version = self._versions.get(part.start, 0)
-            options = {**options, "version": part.version}
+            options["version"] = part.version
         part.message = pending.kind(
             seq=pending.seq,
             clock=pending.clock,
@@ -286,13 +288,14 @@ class Client:
         for i, (first, last) in enumerate(spans):
             if not 0 <= first <= last <= self.numel:
                 raise BadInput(f"no such parameters ({first} to {last}); there are {self.numel}")
-            at = find(table, first)
+            at, offset = find(table, first), first
+            sent = self._pieces_of(tensors[i]) if tensors and not keys else {}
+            read = self._pieces_of(into[i]) if into else {}
             while first < last:
                 r = table[at]
                 stop = min(last, r.stop)
                 found = parts.get(r.start)
                 part = parts[r.start] = _Part(version, r) if found is None else found
-                offset = spans[i][0]
                 part.spans += ((first, stop),)
                 if keys:
                     part.keys, part.tensors = True, list(tensors)
@@ -300,11 +303,17 @@ class Client:
                         low, high = torch.searchsorted(tensors[1], torch.tensor([first, stop])).tolist()
                         part.tensors = [tensor[low:high] for tensor in tensors]
                 elif tensors:
-                    part.tensors.append(_piece(tensors[i], first - offset, stop - offset))
+                    part.tensors.append(sent[first - offset, stop - offset])
                 if into:
-                    part.into.append(_piece(into[i], first - offset, stop - offset))
+                    part.into.append(read[first - offset, stop - offset])
                 first, at = stop, at + 1
         return list(parts.values())
+
+    def _pieces_of(self, tensor: Tensor) -> Mapping[Span, Tensor]:
+        found: _Pieces | None = self._pieces.get(tensor)
+        if found is None or found.whole.data_ptr() != tensor.data_ptr():
+            found = self._pieces[tensor] = _Pieces(tensor)
+        return found
 
     # -- answers ----------------------------------------------------------------------------------------------------
     def _wait(self, pending: Pending, timeout: float | None) -> None:
@@ -385,7 +394,7 @@ class Client:
             assert isinstance(message, Done)
             saved = pending.kind is Save
             for view, tensor in zip(part.into, tensors, strict=bool(part.into) and not saved):
-                if tensor is not view:  # else it has landed there
+                if tensor is not view and not view.is_meta:  # else it has landed there, or is only a size
                     view.copy_(tensor)
             if part.into and not saved:
                 self._versions[part.start] = message.version
@@ -431,6 +440,17 @@ def _piece(tensor: Tensor, first: int, last: int) -> Tensor:
     return tensor if last - first == tensor.numel() else tensor[first:last]
 
 
+class _Pieces(dict[Span, Tensor]):
+    """Of one tensor. Kept, since workers send and read the same ones again and again."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.whole = tensor[:]  # the tensor itself would never be let go of
+
+    def __missing__(self, span: Span) -> Tensor:
+        piece = self[span] = self.whole[span[0] : span[1]]
+        return piece
+
+
 def _ascending(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     if keys.numel() > 1 and not bool((keys[1:] >= keys[:-1]).all()):
         keys, order = keys.sort(stable=True)
@@ -456,12 +476,13 @@ class _Part:
 class Pending:
     """The handle of a request."""
 
-    __slots__ = ("answers", "client", "clock", "kind", "options", "parts", "refused", "seq")
+    __slots__ = ("answer", "answers", "client", "clock", "kind", "options", "parts", "refused", "seq")
 
     def __init__(self, client: Client, seq: int, kind: type[Request], options: dict[str, Any], clock: int) -> None:
         self.client, self.seq, self.kind, self.options, self.clock = client, seq, kind, options, clock
         self.parts: dict[int, _Part] = {}  # unanswered, by the start of the range
         self.answers: list[tuple[Done, Sequence[Tensor]]] = []
+        self.answer: Answer | None = None
         self.refused: str | None = None
 
     def done(self) -> bool:
@@ -475,7 +496,9 @@ class Pending:
             self.client._wait(self, timeout)
         if self.refused is not None:
             raise RunFailed(self.refused)
-        return self._joined()
+        if self.answer is None:
+            self.answer = self._joined()
+        return self.answer
 
     def _joined(self) -> Answer:
         answers = self.answers

@@ -49,6 +49,7 @@ class Head:
         self._workers: frozenset[int] = frozenset()  # of the view
         self._done: dict[int, int] = {}  # completed clocks of the workers that count
         self._least = 0  # of them
+        self._last = 0  # how many workers have completed no more than that
         self._ahead: set[int] = set()  # workers that will not push for the clock that is open
         self._open: dict[int, Clock] = {}  # pushes that wait for others of the same clock
         self._summed = 0  # the operation that the buffer of sums was last used for
@@ -81,7 +82,7 @@ class Head:
         known = before | shard.clocks.keys() | (shard.dealer.holders() if shard.dealer is not None else set())
         self._forget(known - self._workers, self._link.view)  # whoever comes back has seen a later one
         self._done = {worker: max(clock.least(), self._done.get(worker, 0)) for worker, clock in shard.clocks.items()}
-        self._least = min(self._done.values(), default=self._least)
+        self._count()
         self._ahead = {worker for worker, done in self._done.items() if done > shard.closed}
         self._look()
 
@@ -127,7 +128,11 @@ class Head:
             self._comm.post(worker, Marking(number=self._copies.number))
         self._link.commit(Operation("meet", workers=(worker,), number=self.completed))
         self._done[worker] = self.completed
-        self._least = min(self._done.values())
+        self._count()
+
+    def _count(self) -> None:
+        self._least = min(self._done.values(), default=self._least)
+        self._last = sum(done == self._least for done in self._done.values())
 
     def _reached(self, worker: int, clock: int) -> None:
         """A worker has completed that many clocks."""
@@ -140,8 +145,9 @@ class Head:
                 self._ahead.add(worker)
                 self._close()
         elif before == self._least:
-            self._least = min(self._done.values())
-            if self._least > before:
+            self._last -= 1
+            if not self._last:
+                self._count()
                 self._release()
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -349,11 +355,10 @@ class Head:
                 for ask in asks:
                     self._link.settle(ask, (Outcome(self.shard.version), ()))
             else:
-                first = min(self._workers)  # waits for nobody's updates; when it dies, the next one is first
                 for worker, ask in list(takes.items()):
-                    after = 0 if worker == first else ask.request.after  # type: ignore[attr-defined]
-                    if dealer.ready() and after <= self.shard.version:
-                        self._hand_out([takes.pop(worker)])
+                    early = ask.request.after > self.shard.version  # type: ignore[attr-defined]
+                    if dealer.ready() and not (early and worker != min(self._workers)):
+                        self._hand_out([takes.pop(worker)])  # the first waits for nobody; if it dies, the next is first
             if not takes:
                 del self._takes[clock]
 

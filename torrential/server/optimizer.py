@@ -182,7 +182,9 @@ class RangeOptimizer:
             values = scalars.get(piece.entry.index, {"step": 0.0} if store.counted else {})
             for name, value in values.items():
                 state[name] = torch.tensor(value, dtype=torch.float32 if name == "step" else torch.float64)
-        self._whole = self._stepper(range(len(self._pieces)), self._parameters, self._states) if self._pieces else None
+        self._whole: _Stepper | None = None  # there is nothing to step on, or only its size
+        if self._pieces and not store.parameters.is_meta:
+            self._whole = self._stepper(range(len(self._pieces)), self._parameters, self._states)
         self._plans: dict[tuple[tuple[Span, ...], tuple[int, ...] | None], _Plan] = {}
 
     def _stepper(self, numbers: Sequence[int], parameters: list[Tensor], states: list[dict[str, Tensor]]) -> _Stepper:
@@ -205,6 +207,8 @@ class RangeOptimizer:
     # -- steps -------------------------------------------------------------------------------------------------------
     def step(self, gradient: Tensor, lr: float, used: Sequence[int] | None = None) -> None:
         """`gradient` is of the whole range."""
+        if self._whole is None:
+            return
         alone = len(self._sizes) == 3 and self._sizes[1] == gradient.numel()
         grads: Sequence[Tensor | None] = (gradient,) if alone else torch.split_with_sizes(gradient, self._sizes)[1::2]
         if used is not None:
@@ -214,6 +218,8 @@ class RangeOptimizer:
     def step_spans(
         self, spans: Sequence[Span], gradients: Sequence[Tensor], lr: float, used: Sequence[int] | None = None
     ) -> None:
+        if self._whole is None:
+            return
         if len(spans) == 1 and spans[0] == (self._start, self._stop):
             return self.step(gradients[0], lr, used)
         key = tuple(spans), None if used is None else tuple(used)
@@ -282,9 +288,7 @@ class RangeOptimizer:
         for i, state in both:
             self._states[i] |= {name: value for name, value in state.items() if name not in vectors}
 
-    def _run(self, stepper: _Stepper | None, gradients: Sequence[Tensor | None], lr: float) -> None:
-        if stepper is None or self._store.parameters.is_meta:
-            return
+    def _run(self, stepper: _Stepper, gradients: Sequence[Tensor | None], lr: float) -> None:
         if stepper.fused is not None:
             return stepper.fused.step(gradients, lr)
         optimizer, parameters = stepper.optimizer, stepper.parameters

@@ -84,7 +84,7 @@ class Batch:
 
     def split(self, size: int) -> list[Batch]:
         """In minibatches; one of nothing if it is empty."""
-        pieces = self.indices.split(size) if len(self.indices) else (self.indices,)
+        pieces = self.indices.split(size) if len(self.indices) > size else (self.indices,)
         firsts = range(self.first, self.first + max(1, len(self.indices)), size)
         return [
             Batch(self.lease, self.epoch, first, piece, len(piece)) for first, piece in zip(firsts, pieces, strict=True)
