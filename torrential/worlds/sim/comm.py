@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from torrential.comm.messenger import Key
 from torrential.comm.outbox import Outgoing
 from torrential.comm.protocol import SERVERS, Handle, Part, Standing
 from torrential.comm.scheduled import ScheduledCarrier
@@ -16,10 +17,13 @@ from torrential.comm.schedules.base import Costs
 from torrential.config import RunConfig
 from torrential.errors import Regrouped, WaitedTooLong
 from torrential.worlds.sim.group import Group
-from torrential.worlds.sim.mail import ADD, COPY, HEADER, Hub, SimMail, copies
+from torrential.worlds.sim.mail import ADD, COPY, HEADER, Hub, SimMail
 
 PAUSE_SECONDS = 1.0  # of virtual time, between looks at the clock
 MEMORY = 1e-10  # seconds per byte added up, where nothing else is known
+
+SENT = Outgoing()  # the handle of every message: it is on its way at once
+SENT.mark()
 
 T = TypeVar("T")
 
@@ -31,7 +35,8 @@ class SimMessenger:
         self._comm, self.rank = comm, comm.rank
         self.generation = 0
         self._news = False
-        self._arrived: dict[tuple[int, int, str], list[Tensor]] = {}
+        self._arrived: dict[Key, list[Tensor]] = {}
+        self._missed: set[Key] = set()  # looked for in vain since the last pause: nothing else is worth waking up for
 
     def regroup(self, generation: int) -> None:
         self.generation = generation
@@ -43,23 +48,29 @@ class SimMessenger:
         receiver = hub.mails.get(to)
         if receiver is not None:
             assert isinstance(receiver, SimComm)
-            nbytes = HEADER + (0 if comm.together else sum(t.nbytes for t in tensors))
-            came = (self.rank, self.generation, tag), copies(tensors)
+            nbytes, as_now = HEADER, []
+            for tensor in tensors:
+                nbytes += 0 if comm.together else tensor.nbytes
+                as_now.append(tensor if tensor.is_meta else tensor.clone())
+            came = (self.rank, self.generation, tag), as_now
             hub.network.send(comm.address, comm.host, to, receiver.host, nbytes, receiver.messenger.deliver, *came)
-        outgoing = Outgoing()
-        outgoing.mark()
-        return outgoing
+        return SENT
 
-    def deliver(self, key: tuple[int, int, str], tensors: list[Tensor]) -> None:
+    def deliver(self, key: Key, tensors: list[Tensor]) -> None:
         if key[1] >= self.generation:
             self._arrived[key] = tensors
-            self.tell()
+            if key in self._missed:
+                self.tell()
 
     def expect(self, source: int, tag: str, into: Sequence[Tensor]) -> None:
         """It is copied when it is taken."""
 
     def arrived(self, source: int, tag: str) -> bool:
-        return (source, self.generation, tag) in self._arrived
+        key = source, self.generation, tag
+        if key in self._arrived:
+            return True
+        self._missed.add(key)
+        return False
 
     def take(self, source: int, tag: str) -> list[Tensor]:
         return self._arrived.pop((source, self.generation, tag))
@@ -71,6 +82,7 @@ class SimMessenger:
             self._comm.role.wait(PAUSE_SECONDS)
             self._comm.span("wait", began)
         self._news = False
+        self._missed.clear()
 
     def tell(self) -> None:
         self._news = True
@@ -84,7 +96,8 @@ class SimComm(SimMail):
         super().__init__(hub, rank, hub.cluster.host_of_worker(rank))
         self.rank, self._group, self._config = rank, group, config
         self.members: tuple[int, ...] = ()
-        self.together = False  # whether all members see the same memory
+        self._alone = False  # whether all members are on one host
+        self.together = False  # whether they all see the same memory
         self.generation = 0
         self.messenger = SimMessenger(self)
         self.carrier = ScheduledCarrier(rank, self.meter, self.check, config.settings.timeout, self.messenger)  # type: ignore[arg-type]
@@ -120,9 +133,8 @@ class SimComm(SimMail):
 
     def _pick(self, nbytes: int) -> str:
         network = self.hub.cluster.network
-        alone = len({self.hub.cluster.host_of_worker(rank) for rank in self.members}) == 1
         latency, bandwidth = (
-            (network.inside_latency, network.inside_bandwidth) if alone else (network.latency, network.bandwidth)
+            (network.inside_latency, network.inside_bandwidth) if self._alone else (network.latency, network.bandwidth)
         )
         return quickest(len(self.members), nbytes, Costs(latency, 1 / bandwidth, MEMORY))
 
@@ -152,7 +164,8 @@ class SimComm(SimMail):
     def regroup(self, stand: Callable[[], int]) -> Standing:
         standing = self._group.meet(self, stand)
         self.generation, self.members = standing.generation, standing.members
-        self.together = self.hub.shared and len({self.hub.cluster.host_of_worker(r) for r in self.members}) == 1
+        self._alone = len({self.hub.cluster.host_of_worker(rank) for rank in self.members}) == 1
+        self.together = self.hub.shared and self._alone
         self.messenger.regroup(self.generation)
         self.carrier.regroup(self.generation, self.members)
         return standing

@@ -34,7 +34,7 @@ class Kernel:
         self._heap: list[Event] = []
         self._made = 0
         self._cancelled = 0
-        self._hub = getcurrent()
+        self.hub = getcurrent()  # where events happen
 
     # -- events ---------------------------------------------------------------------------------------------------
     def after(self, seconds: float, do: Callable[..., None], *args: Any) -> Event:
@@ -76,7 +76,7 @@ class Kernel:
 
     def run(self) -> None:
         """Until `over`, a role's failure, or the end of all events."""
-        self._hub = getcurrent()
+        self.hub = getcurrent()
         while not self.over and not self.failures and self.step():
             pass
 
@@ -86,12 +86,6 @@ class Kernel:
         role = Role(self, name, program, uses_torch)
         self.after(0.0, role.go_on, role.turn)
         return role
-
-    def give_way(self) -> None:
-        self._hub.switch()
-
-    def at_hub(self) -> bool:
-        return getcurrent() is self._hub
 
 
 class Role:
@@ -134,7 +128,7 @@ class Role:
         """Called by an event, it goes on within this event; called by another role, as the next one."""
         if self._listening:
             self._listening = False
-            if self.kernel.at_hub():
+            if getcurrent() is self.kernel.hub:
                 self._greenlet.switch()
             else:
                 self.kernel.after(0.0, self.go_on, self.turn)
@@ -168,7 +162,7 @@ class Role:
 
     def _give_way(self) -> None:
         mine = _put_aside() if self._uses_torch else None
-        self.kernel.give_way()
+        self.kernel.hub.switch()
         self.turn += 1
         self._listening = False
         if mine is not None:

@@ -29,9 +29,7 @@ RESEND_SECONDS = 1.0  # of virtual silence, where letters are lost
 T = TypeVar("T")
 
 
-def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As they are now; what has no contents need not be copied."""
-    return [t if t.is_meta else t.clone() for t in tensors]
+SENT = Finished()  # the handle of every letter: it is on its way at once
 
 
 class Hub:
@@ -50,6 +48,7 @@ class Hub:
         self._held: dict[tuple[int, int], float] = {}  # until when the last letter of a pair was
         accidents = cluster.accidents
         self.lossy = bool(accidents.loss or accidents.duplication)
+        self._reliable = not self.lossy and not accidents.delay
         self.shared = cluster.inside.memory is not None
         self.timed = cluster.inside != Inside()
         self._cores: dict[int, Cores] = {}  # by host
@@ -63,7 +62,13 @@ class Hub:
         receiver = self.mails.get(to)
         if receiver is None:
             return  # gone; whoever is told of it sends again to another
-        accidents, source = self.cluster.accidents, sender.address
+        if self._reliable:
+            self._send(sender, receiver, letter, nbytes)
+        else:
+            self._risk(sender, receiver, letter, nbytes)
+
+    def _risk(self, sender: SimMail, receiver: SimMail, letter: Letter, nbytes: int) -> None:
+        accidents, source, to = self.cluster.accidents, sender.address, receiver.address
         times = 1
         if self.lossy and (source < SERVERS) != (to < SERVERS):
             times -= self._chance.random() < accidents.loss
@@ -124,8 +129,6 @@ class SimMail:
 
     def _here(self, address: int) -> bool:
         """Whether it sees the same memory."""
-        if not self.hub.shared:
-            return False
         other = self.hub.mails.get(address)
         return other is not None and other.host == self.host
 
@@ -148,14 +151,17 @@ class SimMail:
 
     # -- letters --------------------------------------------------------------------------------------------------
     def post(self, to: int, message: Any, tensors: Sequence[Tensor] = ()) -> Handle:
-        nbytes = sum(t.nbytes for t in tensors)
+        nbytes, as_now = 0, []
+        for tensor in tensors:
+            nbytes += tensor.nbytes
+            as_now.append(tensor if tensor.is_meta else tensor.clone())  # what has no contents need not be copied
         self.meter.bytes_sent += nbytes
-        if nbytes and self._here(to):
+        if nbytes and self.hub.shared and self._here(to):
             if self.address < SERVERS:
                 self.work_on(COPY * nbytes)  # from where autograd left it to where the others see it
             nbytes = 0
-        self.hub.send(self, to, Letter(self.address, message, copies(tensors)), HEADER + nbytes)
-        return Finished()
+        self.hub.send(self, to, Letter(self.address, message, as_now), HEADER + nbytes)
+        return SENT
 
     def land(self, where: Callable[[Any], Sequence[Tensor] | None]) -> None:
         """Nothing comes as bytes here."""
@@ -167,26 +173,35 @@ class SimMail:
         self.role.wake()
 
     def receive(self, timeout: float | None = None) -> Letter | None:
-        waited = 0.0
-        if not self._inbox and timeout != 0.0:
-            began = self.now()
-            self.role.wait(timeout and max(timeout, TICK))
-            waited = self.now() - began
-            if self.address < SERVERS:
-                self.span("wait", began)
+        if self._inbox:
+            letter = self._inbox.popleft()
+        elif timeout == 0.0:
+            return None
+        else:
+            found = self._await(timeout)
+            if found is None:
+                return None
+            letter = found
+        if self.hub.timed and self.address < SERVERS:
+            self._read(letter)
+        return letter
+
+    def _await(self, timeout: float | None) -> Letter | None:
+        kernel = self.hub.kernel
+        began = kernel.now
+        self.role.wait(timeout and max(timeout, TICK))
         letter = self._inbox.popleft() if self._inbox else None
-        if waited:
+        if (waited := kernel.now - began) and self.address < SERVERS:
+            self.span("wait", began)
             nbytes = 0 if letter is None else sum(t.nbytes for t in letter.tensors)
             handling = min(waited, nbytes * self.hub.cluster.network.handling)
             self.meter.communicate += handling
             self.meter.wait += waited - handling
-        if letter is not None and self.hub.timed and self.address < SERVERS:
-            self._read(letter)
         return letter
 
     def _read(self, letter: Letter) -> None:
         self.work(self.hub.cluster.inside.letter)
-        if letter.tensors and self._here(letter.source):
+        if letter.tensors and self.hub.shared and self._here(letter.source):
             self.work_on(COPY * sum(t.nbytes for t in letter.tensors))
 
     def stop_requested(self) -> bool:
