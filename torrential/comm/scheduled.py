@@ -240,13 +240,18 @@ def _add(before: list[Tensor], own: Tensor, after: list[Tensor]) -> None:
     """own = before + own + after, left to right, in chunks; uses `before` up."""
     if own.is_meta:
         return  # a size without contents
-    step = CHUNK if len(before) + len(after) > 1 else max(1, own.numel())
-    for a in range(0, own.numel(), step):
-        piece = own[a : a + step]
-        if before:
-            first = before[0][a : a + step]
-            for term in before[1:]:
-                first += term[a : a + step]
-            torch.add(first, piece, out=piece)
-        for term in after:
-            piece += term[a : a + step]
+    if len(before) + len(after) == 1 or own.numel() <= CHUNK:
+        return _add_whole(before, own, after)
+    for a in range(0, own.numel(), CHUNK):
+        part = slice(a, a + CHUNK)
+        _add_whole([term[part] for term in before], own[part], [term[part] for term in after])
+
+
+def _add_whole(before: list[Tensor], own: Tensor, after: list[Tensor]) -> None:
+    if before:
+        first = before[0]
+        for term in before[1:]:
+            first += term
+        torch.add(first, own, out=own)
+    for term in after:
+        own += term

@@ -47,6 +47,7 @@ class ReplicatedParameters:
                 self._summed[dtype] = torch.zeros(numel, dtype=dtype, device=meeting)
             if self._staged:
                 _pin(self._summed[dtype])
+        self._sums = [entry.view(self._summed[entry.dtype]) for entry in layout.entries]
 
     def _begin_momentum(self) -> None:
         """From zero instead of from nothing: the same numbers, but torch's fused step refuses a mixture of both, as
@@ -61,9 +62,8 @@ class ReplicatedParameters:
         if len(self.comm.members) == 1:
             return Finished()
         for entry in bucket.entries:
-            target = self._summed[entry.dtype][entry.start : entry.stop]
-            grad = flat_gradient(self._parameters[entry.index])
-            target.zero_() if grad is None else target.copy_(grad, non_blocking=self._staged)
+            target, grad = self._sums[entry.index], self._parameters[entry.index].grad
+            target.zero_() if grad is None else target.copy_(_dense(grad), non_blocking=self._staged)
         region = self._summed[bucket.dtype][bucket.start : bucket.stop]
         if self._staged:
             return _AfterCopy(self.comm, region)
@@ -76,7 +76,7 @@ class ReplicatedParameters:
         if len(self.comm.members) == 1:
             present = [g for g in map(flat_gradient, self._parameters) if g is not None]
         else:
-            present = [e.view(self._summed[e.dtype]) for e in self.layout.entries]
+            present = self._sums
         return sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in present)
 
     def apply(self, update: Update) -> None:
@@ -86,18 +86,19 @@ class ReplicatedParameters:
                 continue
             self.counts[entry.index] += 1
             if len(self.comm.members) > 1:
-                summed = entry.view(self._summed[entry.dtype])
+                summed = self._sums[entry.index]
                 if self._staged:
                     summed = summed.to(self.device, non_blocking=True)
                 parameter.grad = _as_laid_out(summed, parameter)
             elif parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = _as_laid_out(parameter.grad.to_dense(), parameter)
+                parameter.grad = _as_laid_out(_dense(parameter.grad), parameter)
             if update.scale != 1.0 and parameter.grad is not None:
                 parameter.grad *= update.scale
         for group in self._optimizer.param_groups:
             group["lr"] = update.lr
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def settle(self) -> None:
         """Every worker has taken the step by itself."""
@@ -149,6 +150,10 @@ class ReplicatedParameters:
         for name, tensor in extras.items():
             named, _, key = name.rpartition("/")
             self._optimizer.state[by_name[named]][key] = tensor.clone()
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
 
 
 def _as_laid_out(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
