@@ -29,6 +29,7 @@ import msgspec
 from rich.console import Console
 
 from experiments import ddp
+from torrential.errors import TorrentialError
 from torrential.progress import metric_value
 from torrential.records import replace_file
 from torrential.report.page import write_report
@@ -253,6 +254,9 @@ def main(arguments: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             err.print("stopped; finished runs are kept; call again to go on")
             return 130
+        except TorrentialError as error:
+            err.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+            return 1
     report(Path(args.out), Console())
     return 0
 
