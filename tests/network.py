@@ -16,7 +16,7 @@ from collections import deque
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from torrential.comm.protocol import SERVERS, Letter, Meter
+from torrential.comm.protocol import SERVERS, Letter, Meter, letter_by_letter
 from torrential.params.home import Finished
 from torrential.params.layout import Bucket, Entry, Layout
 from torrential.server import ring
@@ -226,6 +226,8 @@ class MemoryComm:
             self.hub_switch()
             self.waiting, self.deadline = False, None
         return self.inbox.popleft() if self.inbox else None
+
+    read = letter_by_letter
 
 
 def flat_layout(numel, dtype=torch.float32, sizes=None):

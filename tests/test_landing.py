@@ -10,7 +10,7 @@ from test_letters import TOKEN, Correspondents
 
 from torrential.comm.frames import Frames, frame, reader_of
 from torrential.comm.post import Contact, Post
-from torrential.comm.protocol import SERVERS, Letter, Meter
+from torrential.comm.protocol import SERVERS, Letter, Meter, letter_by_letter
 from torrential.errors import WaitedTooLong
 from torrential.server.client import Client
 from torrential.server.messages import Done, Message, Range, View
@@ -37,6 +37,8 @@ class Mail:
 
     def receive(self, timeout: float | None = None) -> Letter | None:
         return self._post.receive(timeout)
+
+    read = letter_by_letter
 
 
 class Scene(Correspondents):

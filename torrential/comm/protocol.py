@@ -77,7 +77,21 @@ class Mail(Protocol):
         """The next letter from anybody, in order of arrival; None after `timeout` seconds. To a server that is to stop
         it gives None, too, when no letter is left."""
 
+    def read(self, handle: Callable[[Letter], bool | None], timeout: float | None = None) -> bool:
+        """Give every letter to `handle`, which waits for nobody, until it says that this was enough; False when
+        `receive` would give None instead of the next one."""
+
     def stop_requested(self) -> bool: ...
+
+
+def letter_by_letter(mail: Mail, handle: Callable[[Letter], bool | None], timeout: float | None = None) -> bool:
+    """What `read` comes to."""
+    while (letter := mail.receive(timeout)) is not None:
+        enough = handle(letter)
+        letter = None  # its memory is free for the next
+        if enough:
+            return True
+    return False
 
 
 class Comm(Mail, Protocol):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torrential.comm.protocol import SERVERS, Mail
+from torrential.comm.protocol import SERVERS, Letter, Mail
 from torrential.errors import BadInput, RunFailed, WaitedTooLong
 from torrential.server.messages import (
     LIFE_BITS,
@@ -329,11 +329,12 @@ class Client:
         comm, limit = self.comm, self.timeout if timeout is None else timeout
         began = sent = comm.now()
         pause = limit if self._resend is None else min(limit, self._resend)
-        while pending.parts:
-            letter = comm.receive(pause)
-            if letter is not None:
-                self._handle(letter.message, letter.tensors)
-                continue
+
+        def handle(letter: Letter) -> bool:
+            self._handle(letter.message, letter.tensors)
+            return not pending.parts
+
+        while not comm.read(handle, pause):
             now = comm.now()
             if now - began >= limit:
                 self._complain(pending, now - began, self._overdue if timeout is None else None)

@@ -68,13 +68,9 @@ class Server:
 
     def run(self) -> None:
         """Until the world says stop."""
-        receive, handle = self.comm.receive, self.handle
         while True:
-            letter = receive()
-            if letter is not None:
-                handle(letter)
-                letter = None  # its memory is free for the next
-            elif self.comm.stop_requested():
+            self.comm.read(self.handle)
+            if self.comm.stop_requested():
                 return
 
     def handle(self, letter: Letter) -> None:

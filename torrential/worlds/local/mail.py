@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torrential.comm.post import Contact, Post
-from torrential.comm.protocol import SERVERS, Handle, Letter, Meter
+from torrential.comm.protocol import SERVERS, Handle, Letter, Meter, letter_by_letter
 from torrential.server.messages import Message, View
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, Link
@@ -107,6 +107,8 @@ class LocalMail:
             letter = self._post.receive(None if timeout is None else max(0.0, timeout - gone))
         self.meter.wait += time.perf_counter() - began
         return letter
+
+    read = letter_by_letter
 
     def waits_for(self) -> list[tuple[int, float]]:
         """Addresses without whom this role cannot go on; a worker complains by itself."""

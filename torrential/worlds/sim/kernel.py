@@ -93,6 +93,7 @@ class Role:
         self.kernel, self.name, self.over, self._uses_torch = kernel, name, False, uses_torch
         self.turn = 0  # which of its waits this is: whatever would end an earlier one comes too late
         self._listening = False
+        self._patience: float | None = None  # how long this wait lasts at the most
         self._deadline: float | None = None
         self._alarm: Event | None = None
         self._rings_at = 0.0
@@ -118,11 +119,16 @@ class Role:
 
     def wait(self, seconds: float | None = None) -> None:
         """Until `wake`, but no longer than this."""
-        self._deadline = None if seconds is None else self.kernel.now + seconds
+        self._patience = seconds
+        self.wait_on()
         if self._deadline is not None and (self._alarm is None or self._rings_at > self._deadline):
             self._set_alarm()
         self._listening = True
         self._give_way()
+
+    def wait_on(self) -> None:
+        """The time that it waits at the most begins now."""
+        self._deadline = None if self._patience is None else self.kernel.now + self._patience
 
     def wake(self) -> None:
         """Called by an event, it goes on within this event; called by another role, as the next one."""

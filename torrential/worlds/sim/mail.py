@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torrential.comm.protocol import SERVERS, Handle, Letter, Meter
+from torrential.comm.protocol import SERVERS, Handle, Letter, Meter, letter_by_letter
 from torrential.params.home import Finished
 from torrential.server.messages import View
 from torrential.worlds.sim.cluster import Cluster, Inside
@@ -106,6 +106,10 @@ class SimMail:
         self.view = View(-1, (), ())
         self.resend = RESEND_SECONDS if hub.lossy else None
         self._inbox: deque[Letter] = deque()
+        self._reader: Callable[[Letter], bool | None] | None = None  # given what comes, as long as the role waits
+        self._enough = False  # whether it has said so
+        self._failure: Exception | None = None  # of it
+        self._since = 0.0  # when this wait, or the last letter of it, began
         self._buffers: dict[str, Tensor] = {}
         hub.mails[address] = self
 
@@ -169,8 +173,37 @@ class SimMail:
     def deliver(self, letter: Letter) -> None:
         if isinstance(letter.message, View) and letter.message.version > self.view.version:
             self.view = letter.message
-        self._inbox.append(letter)
-        self.role.wake()
+        if self._reader is None:
+            self._inbox.append(letter)
+            self.role.wake()
+            return
+        self._waited(letter)
+        try:
+            self._enough = bool(self._reader(letter))
+        except Exception as error:
+            self._failure = error  # the role's, not the kernel's
+        if self._enough or self._failure is not None:
+            self.role.wake()
+        else:
+            self.role.wait_on()
+
+    def read(self, handle: Callable[[Letter], bool | None], timeout: float | None = None) -> bool:
+        """Without waking the role for each."""
+        if self.hub.timed:
+            return letter_by_letter(self, handle, timeout)  # to read takes the role's time
+        while self._inbox:
+            if handle(self._inbox.popleft()):
+                return True
+        self._reader, self._enough, self._since = handle, False, self.now()
+        try:
+            self.role.wait(timeout and max(timeout, TICK))
+        finally:
+            self._reader = None
+        if self._failure is not None:
+            raise self._failure
+        if not self._enough:
+            self._waited(None)
+        return self._enough
 
     def receive(self, timeout: float | None = None) -> Letter | None:
         if self._inbox:
@@ -187,17 +220,22 @@ class SimMail:
         return letter
 
     def _await(self, timeout: float | None) -> Letter | None:
-        kernel = self.hub.kernel
-        began = kernel.now
+        self._since = self.now()
         self.role.wait(timeout and max(timeout, TICK))
         letter = self._inbox.popleft() if self._inbox else None
-        if (waited := kernel.now - began) and self.address < SERVERS:
+        self._waited(letter)
+        return letter
+
+    def _waited(self, letter: Letter | None) -> None:
+        """Until this came."""
+        began = self._since
+        now = self._since = self.hub.kernel.now
+        if now > began and self.address < SERVERS:
             self.span("wait", began)
-            nbytes = 0 if letter is None else sum(t.nbytes for t in letter.tensors)
+            waited, nbytes = now - began, 0 if letter is None else sum(t.nbytes for t in letter.tensors)
             handling = min(waited, nbytes * self.hub.cluster.network.handling)
             self.meter.communicate += handling
             self.meter.wait += waited - handling
-        return letter
 
     def _read(self, letter: Letter) -> None:
         self.work(self.hub.cluster.inside.letter)
