@@ -8,6 +8,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
+import msgspec
 import torch
 
 from torrential.comm.protocol import SERVERS
@@ -33,6 +34,7 @@ from torrential.worlds.sim.views import Views
 TICK_SECONDS = 0.1  # real ones, between two looks of whoever watches
 MEASURED = 5  # batches, to find out how long one takes here
 YOUNG = 10_000  # objects before the youngest of them are looked through for garbage: messages are no garbage in cycles
+YOUNG_AND_EMPTY = 100_000  # the same where none of them can keep a tensor's memory
 
 
 class Watch(Protocol):
@@ -59,7 +61,8 @@ class SimWorld:
     def run(self, job: Job, write: Callable[[Record], None], listener: Listener) -> None:
         threads, thresholds = torch.get_num_threads(), gc.get_threshold()
         torch.set_num_threads(job.config.settings.threads or 1)
-        gc.set_threshold(YOUNG, *thresholds[1:])
+        dry = job.config.settings.gradients == "off"
+        gc.set_threshold(YOUNG_AND_EMPTY if dry else YOUNG, *thresholds[1:])
         run = _Run(job, self._cluster, write, listener, self._observer, self._watch)
         try:
             run.simulate()
@@ -132,6 +135,8 @@ class _Run:
     def _look_at_the_end(self) -> None:
         if self._kernel.failures:
             role, error = self._kernel.failures[0]
+            if not isinstance(error, Exception | SystemExit):  # an interrupt, which came while this role was at work
+                raise error
             if isinstance(error, RunFailed):
                 raise error
             if isinstance(error, TorrentialError):
@@ -207,7 +212,13 @@ class _Run:
     # -- faults ---------------------------------------------------------------------------------------------------
     def _plan_faults(self) -> None:
         for fault in self._cluster.faults:
-            self._kernel.after(max(0.0, fault.at - self._kernel.now), self._strike, fault)
+            over = max(0.0, self._kernel.now - fault.at)  # of it, where a run goes on
+            if not over:
+                self._kernel.after(fault.at - self._kernel.now, self._strike, fault)
+            elif fault.lasts is None:
+                self._kernel.after(0.0, self._strike, fault)
+            elif fault.lasts > over:
+                self._kernel.after(0.0, self._strike, msgspec.structs.replace(fault, lasts=fault.lasts - over))
         accidents = self._cluster.accidents
         for kind, count, mean in (
             ("worker", self._config.workers, accidents.mean_time_between_crashes),
