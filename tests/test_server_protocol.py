@@ -424,3 +424,22 @@ def test_messages_only_workers_are_told_are_ignored_by_servers():
     cluster.work(0, program)
     hub.run()
     assert cluster.values().tolist() == [1.0] * 16
+
+
+def test_pieces_of_a_vector_are_cut_once_and_let_go_of_with_it():
+    hub = Hub(1)
+    cluster = Cluster(hub, 64, servers=2)
+
+    def program(client, comm):
+        vector, other = torch.zeros(64), torch.ones(64)
+        pieces = [[part.tensors[0] for part in client._split(vector)] for _ in range(2)]
+        assert all(a is b for a, b in zip(*pieces, strict=True)) and len(pieces[0]) == 2
+        vector.data = other
+        assert all(part.tensors[0].min() == 1 for part in client._split(vector))
+        assert len(client._pieces) == 1
+        del vector
+        return len(client._pieces)
+
+    cluster.work(0, program)
+    hub.run()
+    assert hub.comms[0].result == 0

@@ -247,3 +247,29 @@ def test_t7_4_a_tree_has_few_hops() -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_no_algorithm_is_quicker_than_the_bytes_that_one_must_receive(algorithm: str) -> None:
     assert all_reduce_seconds(algorithm, 1_000_000, members=5) >= 2 * 100e-6 + 1_000_000 / 1e9 * 4 / 5
+
+
+def test_whoever_reads_is_given_every_letter_and_wakes_up_when_it_has_enough() -> None:
+    kernel = Kernel()
+    hub = Hub(kernel, make_cluster({"network": {"latency": LATENCY}}), seed=0)
+    reader, writer = SimMail(hub, 0, 0), SimMail(hub, 1, 1)
+    seen: list[tuple[float, Any]] = []
+    turns: list[int] = []
+
+    def program() -> None:
+        assert reader.read(lambda letter: seen.append((kernel.now, letter.message)) or len(seen) == 3, 0.6)
+        turns.append(reader.role.turn)
+        assert not reader.read(lambda letter: True, 0.5)
+        turns.append(reader.role.turn)
+        reader.read(lambda letter: {}[letter.message])  # type: ignore[func-returns-value]
+
+    reader.role = kernel.role("reader", program)
+    for when in (0.0, 0.5, 1.0, 2.0):  # none of them comes later than 0.6 s after the one before
+        kernel.at(when, writer.post, 0, when)
+    kernel.run()
+    took = LATENCY + 120 / 1.25e9
+    assert seen == [(pytest.approx(when + took), when) for when in (0.0, 0.5, 1.0)]
+    assert turns == [1, 2]
+    ((whose, error),) = kernel.failures
+    assert whose is reader.role and isinstance(error, KeyError)
+    assert reader.meter.wait == pytest.approx(2.0 + took)
