@@ -445,7 +445,7 @@ class _Pieces(dict[Span, Tensor]):
     """Of one tensor. Kept, since workers send and read the same ones again and again."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.whole = tensor[:]  # the tensor itself would never be let go of
+        self.whole = tensor.data  # neither the tensor nor a view of it, which would never be let go of
 
     def __missing__(self, span: Span) -> Tensor:
         piece = self[span] = self.whole[span[0] : span[1]]
