@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import torrential as tt
 from torrential import checkpoint as checkpoints
 from torrential.errors import BadInput, RunFailed
-from torrential.records import RECORDS, Event, Step
+from torrential.records import RECORDS, Event, Step, read_records
 from torrential.strategies import STRATEGIES
+from torrential.tasks.digits import digits
 
 FAST: dict[str, Any] = {"compute": {"seconds_per_sample": 1e-3}, "detection": 0.05}
 SERVED = [name for name, kind in STRATEGIES.items() if kind.served]
@@ -82,15 +85,50 @@ def test_time_is_what_the_cluster_says(tmp_path: Path) -> None:
     assert sum(waited) == pytest.approx(0.75 * uneven.summary.seconds, rel=0.1)
 
 
+def cut_off(run: Any) -> None:
+    """As if it had been interrupted before its last checkpoint."""
+    last = sorted((run.out / "checkpoints").iterdir())[-1]
+    last.rename(run.out.parent / f"{run.out.name}-{last.name}")
+    lines = (run.out / RECORDS).read_bytes().splitlines(keepends=True)
+    (run.out / RECORDS).write_bytes(b"".join(line for line in lines if b'"summary"' not in line))
+
+
 def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
     whole = simulate(tmp_path / "whole", "allreduce", epochs=3)
     part = simulate(tmp_path / "part", "allreduce", epochs=3)
-    for path in sorted((part.out / "checkpoints").iterdir())[-1:]:
-        path.rename(tmp_path / path.name)
-    lines = (part.out / RECORDS).read_bytes().splitlines(keepends=True)
-    (part.out / RECORDS).write_bytes(b"".join(line for line in lines if b'"summary"' not in line))
+    cut_off(part)
     resumed = tt.train("digits-mlp", resume=part.out, progress=False)
     assert difference(resumed, whole) == 0
+
+
+def test_faults_that_are_over_do_not_strike_again_when_a_run_is_resumed(tmp_path: Path) -> None:
+    faults = [
+        {"kind": "crash", "worker": 1, "at": 0.1, "lasts": 0.2},
+        {"kind": "crash", "worker": 2, "at": 0.2},
+        {"kind": "slow-link", "hosts": [0], "delay": 1e-3, "at": 0.1, "lasts": 1000.0},
+    ]
+    part = simulate(tmp_path / "part", "allreduce", epochs=3, cluster={"faults": faults, "detection": 0.05})
+    cut_off(part)
+    tt.train("digits-mlp", resume=part.out, progress=False)
+    events = [(r.event, r.worker) for r in read_records(part.out / RECORDS) if isinstance(r, Event)]
+    after = events[events.index(("resumed", None)) + 1 :]
+    assert after == [("slow-link", None), ("worker_lost", 2), ("regrouped", None)]
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ssp"])
+def test_an_interrupt_is_no_failure_of_the_role_that_it_finds_at_work(strategy: str, tmp_path: Path) -> None:
+    calls = 0
+
+    def loss(outputs: Any, targets: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 30:
+            raise KeyboardInterrupt
+        return F.cross_entropy(outputs, targets)
+
+    task = replace(digits(), loss=loss)
+    with pytest.raises(KeyboardInterrupt):
+        tt.train(task, strategy, workers=4, world="sim", out=tmp_path / "run", device="cpu", progress=False)
 
 
 def test_a_partition_for_ever_ends_with_who_waited(tmp_path: Path) -> None:

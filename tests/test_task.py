@@ -152,3 +152,14 @@ def test_with_validation_splits_train() -> None:
     assert len(with_validation(make(train=data(2)), 0).validation) == 1  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="samples: 1"):
         with_validation(make(train=data(1)), 0)
+
+
+@pytest.mark.parametrize(
+    ("right", "of", "target"), [(135, 150, 0.9), (144, 150, 0.96), (147, 150, 0.98), (87, 100, 0.87)]
+)
+def test_a_target_that_is_met_exactly_is_reached(right: int, of: int, target: float) -> None:
+    value = float(torch.tensor([1.0] * right + [0.0] * (of - right)).mean())
+    short = float(torch.tensor([1.0] * (right - 1) + [0.0] * (of - right + 1)).mean())
+    more, less = make(), make(maximize=False)
+    assert more.reaches(target, value) and not more.reaches(target, short)
+    assert less.reaches(target, value) and less.reaches(target, short) and not less.reaches(target, value + 1 / of)

@@ -145,6 +145,10 @@ def _cluster(asked: Request, settings: Settings, servers: int) -> dict[str, Any]
             if given:
                 raise BadInput(f"{option} needs a simulation; add --world sim")
         return None
+    if settings.gradients == "off" and asked.target is not None:
+        raise BadInput(
+            f"nothing is learnt with gradients=off, so no target is reached (target: {asked.target:g}); drop one"
+        )
     if settings.algorithm not in ("auto", *ALGORITHMS):
         raise BadInput(
             f"algorithm={settings.algorithm} is for real processes; in a simulation use auto, {', '.join(ALGORITHMS)}"

@@ -71,7 +71,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     torrential: str
-    digest: str  # of the task's file, if it has one
+    digest: str  # of the task's file and the clusters, if there are any
     created: str
     command: list[str]
     asked: Asked
@@ -214,7 +214,7 @@ def differences(here: Question, asked: Question) -> list[str]:
     found = []
     for name in ("torrential", "digest"):
         if getattr(here, name) != getattr(asked, name):
-            what = "the task's file has changed" if name == "digest" else None
+            what = "the task's file has changed, or a cluster" if name == "digest" else None
             found.append(what or f"torrential: {here.torrential} there, {asked.torrential} here")
     for name in Asked.__struct_fields__:
         there, now = getattr(here.asked, name), getattr(asked.asked, name)

@@ -155,6 +155,7 @@ def _asked(task: str | None, given: dict[str, Any], options: dict[str, Any]) -> 
     if not given["strategies"]:
         raise BadInput("which strategies? give some with --strategies, as in --strategies allreduce,ssp")
     clusters = [name.strip() for name in (given["cluster"] or "").split(",") if name.strip()]
+    clusters = [str(Path(name).absolute()) if Path(name).suffix else name for name in clusters]
 
     def or_default(name: str, default: Any) -> Any:
         return default if given[name] is None else given[name]

@@ -41,7 +41,8 @@ def seed_of(base: int, *key: object) -> int:
 
 
 def tuning_directory(root: Path, spec: Spec, values: Mapping[str, str], number: int) -> Path:
-    tried = slug("-".join(f"{name}={value}" for name, value in values.items()), ())
+    text = "-".join(f"{name}={value}" for name, value in values.items())
+    tried = text if text == slug(text, ()) else slug(text, (slug(text, ()),))  # no two of them may have one directory
     return root / "tuning" / f"{spec.slug}-{tried}-{number}"
 
 

@@ -20,6 +20,7 @@ from torrential.task import Task
 from torrential.tasks import load_task
 from torrential.version import __version__
 from torrential.worlds.base import Job
+from torrential.worlds.sim.cluster import read_cluster
 
 CLOSE = 0.1  # how far the samples of an entry's interval may be off, as steps are whole
 
@@ -38,7 +39,7 @@ def make_question(asked: Asked, command: list[str]) -> tuple[Question, Task]:
             _check(asked, with_values(spec, values), task)
     question = Question(
         torrential=__version__,
-        digest=_digest(asked.task),
+        digest=_digest(asked),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
         asked=asked,
@@ -119,7 +120,9 @@ def _fits(interval: int, joined: int) -> bool:
     return abs(round(interval / joined) * joined - interval) <= CLOSE * interval
 
 
-def _digest(source: str) -> str:
-    """Of the task's file, so that a study does not go on with another one."""
-    file = source if source.endswith(".py") else source.rpartition(":")[0]
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file.endswith(".py") else ""
+def _digest(asked: Asked) -> str:
+    """Of the task's file and the clusters, so that a study does not go on with other ones."""
+    file = asked.task if asked.task.endswith(".py") else asked.task.rpartition(":")[0]
+    parts = [Path(file).read_bytes()] if file.endswith(".py") else []
+    parts += [msgspec.json.encode(read_cluster(cluster)) for cluster in asked.clusters]
+    return hashlib.sha256(b"\n".join(parts)).hexdigest()[:16] if parts else ""

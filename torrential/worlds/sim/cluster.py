@@ -22,6 +22,7 @@ Everything has a default; numbers are in seconds, bytes and bytes per second.
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,12 +30,13 @@ from random import Random
 from typing import Annotated, Any, Literal
 
 import msgspec
+import msgspec.inspect
 from msgspec import Meta, Struct
 
 from torrential.errors import BadInput, UnknownName
 
-Seconds = Annotated[float, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]  # decades; much later, virtual time would no longer move by a second
+Positive = Annotated[float, Meta(gt=0, le=1e15)]
 Number = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
@@ -43,7 +45,7 @@ Share = Annotated[float, Meta(ge=0, lt=1)]
 class Compute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long a batch takes."""
 
-    seconds_per_sample: Positive | Literal["measure"] = "measure"
+    seconds_per_sample: Annotated[float, Meta(gt=0, le=1e6)] | Literal["measure"] = "measure"
     """Of forward and backward together; "measure": as on this machine, with one thread."""
     seconds_per_step: Seconds = 0.0
     """In addition, whatever the batch."""
@@ -53,6 +55,8 @@ class Compute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of the spread: sigma of lognormal; the exponent of pareto, above 1."""
 
     def __post_init__(self) -> None:
+        if self.spread == "lognormal" and self.shape > 10:
+            raise BadInput(f"a lognormal spread of more than 10 is no spread of times (shape: {self.shape:g}); try 0.3")
         if self.spread == "pareto" and self.shape <= 1:
             raise BadInput(f"a pareto spread has a mean for exponents above 1 only (shape: {self.shape}); try 2.5")
 
@@ -90,7 +94,7 @@ class Straggler(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     worker: Number | None = None
     """None: every worker."""
-    factor: Annotated[float, Meta(ge=1)] = 4.0
+    factor: Annotated[float, Meta(ge=1, le=1e6)] = 4.0
     every: Count | None = None
     """Once in so many steps, drawn by the seed; None: always."""
 
@@ -164,7 +168,8 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ):
             for number in numbers:
                 if number is not None and number >= most:
-                    raise BadInput(f"{self.name} names {what} {number}, but there are {most} (numbered from 0)")
+                    remedy = f"; use --{what}s {number + 1} or more" if what != "host" else ""
+                    raise BadInput(f"{self.name} names {what} {number}, but there are {most} (numbered from 0){remedy}")
 
     def hosts_of(self, workers: int, servers: int) -> int:
         return self.hosts or self._worker_hosts(workers) + (servers if self.servers_apart else 0)
@@ -237,7 +242,19 @@ def make_cluster(table: dict[str, Any], where: str = "the cluster") -> Cluster:
     try:
         return msgspec.convert(table, Cluster)
     except msgspec.ValidationError as error:
-        raise BadInput(f"{where}: {error}") from error
+        raise BadInput(f"{where}: {error}{_remedy(str(error))}") from error
+
+
+def _remedy(error: str) -> str:
+    """What there is instead of a key or a word that there is not; msgspec says where: `$.faults[0].kind`."""
+    node: Any = msgspec.inspect.type_info(Cluster)
+    _, found, path = error.rpartition(" - at `$")
+    for name in re.findall(r"\.(\w+)", path) if found else ():
+        node = next(field.type for field in node.fields if field.name == name)
+        node = getattr(node, "item_type", node)
+    if "unknown field" in error:
+        return f"; known: {', '.join(field.name for field in node.fields)}"
+    return f"; known: {', '.join(map(str, node.values))}" if isinstance(node, msgspec.inspect.LiteralType) else ""
 
 
 def _not_finite(value: Any) -> Iterator[float]:

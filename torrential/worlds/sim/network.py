@@ -19,7 +19,7 @@ from typing import Any
 from torrential.comm.protocol import SERVERS
 from torrential.worlds.sim.cluster import Network as Costs
 from torrential.worlds.sim.kernel import Kernel
-from torrential.worlds.sim.trace import IN, OUT, Trace
+from torrential.worlds.sim.trace import IN, OUT, Trace, role_name
 
 SMALL = 16_384  # bytes
 TINY = 1_024  # nothing to deal with
@@ -159,7 +159,7 @@ class Network:
             start = max(when, self._handled.get(to, 0.0))
             when = self._handled[to] = start + nbytes * self._costs.handling
             if self._trace is not None and to >= SERVERS:
-                self._trace.span(to_host, to, f"from {source}", start, when)
+                self._trace.span(to_host, to, f"from {role_name(source)}", start, when)
         self._last[pair] = when
         self._kernel.at(when, deliver, *args)  # not after a difference, which would be rounded
 

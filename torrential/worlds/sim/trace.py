@@ -50,4 +50,8 @@ class Trace:
 def _name(thread: int) -> str:
     if thread < 0:
         return "NIC out" if thread == OUT else "NIC in"
-    return f"worker {thread}" if thread < SERVERS else f"server {thread - SERVERS}"
+    return role_name(thread)
+
+
+def role_name(address: int) -> str:
+    return f"worker {address}" if address < SERVERS else f"server {address - SERVERS}"
