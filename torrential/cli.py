@@ -296,6 +296,13 @@ def main() -> None:
         if not isinstance(error.__cause__, KeyboardInterrupt | Terminated):
             raise
         code = 130 if isinstance(error.__cause__, KeyboardInterrupt) else 128 + int(error.__cause__.args[0])
+    except OSError as error:  # a directory that cannot be written to, a name that is too long
+        if error.filename is None:
+            raise
+        _err.print(
+            f"[red]error:[/red] {_escape(f'{error.filename}: {error.strerror}')}", highlight=False, soft_wrap=True
+        )
+        code = 1
     except Exception as error:
         if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "format_message"):
             if text := _usage(error):  # none where the help itself was the answer
