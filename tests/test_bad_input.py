@@ -595,3 +595,16 @@ def test_all_that_can_be_set_is_shown_and_explained(name: str, main_here: Callab
 def test_help_says_where_options_are_explained(main_here: Callable[..., Ended]) -> None:
     ended = main_here("train", "--help")
     assert "torrential strategies NAME" in " ".join(ended.out.replace("│", " ").split())
+
+
+def test_a_directory_that_cannot_be_is_one_message(refused: Callable[..., str], tmp_path: Path) -> None:
+    far = tmp_path / ("a" * 300)
+    assert "File name too long" in refused("train", "digits", "--out", far)
+    compare = ("compare", "digits", "--strategies", "ssp,bsp", "--target", "0.9", "--out", far)
+    assert "File name too long" in refused(*compare, code=1)
+
+
+def test_no_target_can_be_reached_without_gradients(refused: Callable[..., str]) -> None:
+    given = ("digits", "--cluster", "laptop", "--workers", "8", "--target", "0.9", "--set", "gradients=off")
+    assert "gradients=off" in refused("train", *given)
+    assert "gradients=off" in refused("compare", *given, "--strategies", "ssp,bsp")
