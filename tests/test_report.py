@@ -16,6 +16,7 @@ from studies import TARGET, full_study, make_entry, make_run, make_study
 from torrential.errors import BadInput
 from torrential.records import Event
 from torrential.report import figures, page, scaling, series, tables
+from torrential.report.marks import outcome
 from torrential.report.page import write_report
 from torrential.report.timeline import timeline, timeline_bins
 from torrential.study.results import DIVERGED, Entry, Study
@@ -135,6 +136,28 @@ def test_the_page_says_how_it_was_made(full: Page) -> None:
     assert "Fewer than 3 are not a result." in full.words
     alone = render(make_study([make_entry("bsp")], command=[]))
     assert [f"torrential train digits --seed {seed}" in alone.words for seed in range(3)] == [True] * 3
+
+
+def test_the_page_of_a_simulated_study_says_that_seconds_are_virtual() -> None:
+    entry = make_entry("bsp")
+    runs = [
+        replace(
+            run, manifest=msgspec.structs.replace(run.manifest, config=run.config | {"world": "sim", "samples": 1600})
+        )
+        for run in entry.runs
+    ]
+    found = render(make_study([replace(entry, world="sim", runs=runs)], asked=True))
+    assert "mean ± sd, virtual s" in found.words and "all, virtual s" in found.words
+    assert "virtual s on average" in found.words
+    assert all(outcome(run) in found.words and outcome(run).endswith(" virtual s") for run in runs)
+    assert "Torrential study: 1 entry, 3 trials each" in found.words
+
+
+def test_the_page_of_runs_without_a_target_says_so() -> None:
+    found = render(make_study([make_entry("bsp", trials=2)], target=None, trials=2))
+    assert "Torrential report: 2 runs, in 1 way" in found.words and "asked for" not in found.words
+    assert "no time to" in found.words and "trained, s" in found.words
+    assert not any(words in found.words for words in ("missed", "reached", "Fewer than"))
 
 
 # -- hostile text -----------------------------------------------------------------------------------------------------

@@ -23,17 +23,17 @@ from rich.console import Console
 from torrential import records
 from torrential.config import Settings
 from torrential.errors import BadInput
-from torrential.records import Evaluation
+from torrential.records import Evaluation, Step
 from torrential.study.ask import Asked, Question, check_asked, make_specs, split_entries, split_tune
 from torrential.study.conduct import conduct, is_finished
 from torrential.study.directory import locked, open_directory, read_question
 from torrential.study.plan import Trial, reported_trials, tuning_trials
 from torrential.study.read import read_run, read_study
 from torrential.study.results import STUDY, Entry, Study
-from torrential.study.show import show, to_json, write_csv
+from torrential.study.show import columns, show, to_json, write_csv
 from torrential.study.tensorboard import event_file, write_events
-from torrential.study.verdict import judge, outlook, too_often
-from torrential.study.watch import Watching
+from torrential.study.verdict import judge, outlook, unevenly_evaluated
+from torrential.study.watch import Watching, describe
 
 
 def asked(**different: Any) -> Asked:
@@ -266,7 +266,11 @@ def test_another_question_is_refused_and_the_same_one_is_not(tmp_path):
     assert open_directory(tmp_path / "a", later) == what
     with pytest.raises(BadInput) as error:
         open_directory(tmp_path / "a", question(trials=5, set={"slow": "1:4"}))
-    assert "holds another study (trials: 3 there, 5 asked; set: nothing there, slow=1:4 asked)" in str(error.value)
+    assert "holds another study (trials: 3 there, 5 asked; set: nothing there, slow=1:4 asked); " in str(error.value)
+    assert "the number of trials is fixed before the first run, as adding some after a look" in str(error.value)
+    with pytest.raises(BadInput) as error:
+        open_directory(tmp_path / "a", question(set={"slow": "1:4"}))
+    assert str(error.value).endswith("(set: nothing there, slow=1:4 asked); choose another --out")
     changed = msgspec.structs.replace(what, digest="other")
     with pytest.raises(BadInput, match="the task's file has changed"):
         open_directory(tmp_path / "a", changed)
@@ -363,6 +367,26 @@ def test_nobody_reached_it():
         "nobody reached 90 % accuracy; nearest on validation data: 80 %, by a",
         "neither a nor b reached 90 % accuracy (3 trials each)",
     ]
+    few = judge(study({"a": [None] * 2, "b": [None] * 2}))
+    assert few.sentences == [
+        "not a result: 2 trials each, and at least 3 are needed",
+        "nobody reached 90 % accuracy; nearest on validation data: 80 %, by a",
+    ]
+    assert judge(study({"a": [None], "b": [1.0]})).sentences[1:] == []
+
+
+def simulated(found: Study) -> Study:
+    return replace(found, entries=[replace(entry, world="sim") for entry in found.entries])
+
+
+def test_seconds_of_a_simulated_cluster_are_called_virtual():
+    found = simulated(study({"a": [1.0] * 5, "b": [2.0] * 5}))
+    assert judge(found).sentences[0] == "a reached 90 % accuracy soonest (1.000 virtual s on average, 5 trials)"
+    text = shown(found)
+    assert "digits: virtual time to 90 % accuracy" in text and text.count("virtual s\n") + text.count("virtual s ") == 3
+    assert columns(found)[2] == "mean ± sd, virtual s" and columns(study({}))[2] == "mean ± sd, s"
+    one = run(config("a", world="sim"), 1.5)
+    assert describe(one, "accuracy", TARGET).startswith("90 % accuracy after 1.500 virtual s")
 
 
 def test_costs_and_stability():
@@ -370,6 +394,27 @@ def test_costs_and_stability():
     assert row.worker_seconds.mean == 6.0 and row.bytes_sent.mean == 200
     assert row.stability == pytest.approx(math.sqrt(2) / 3)
     assert row.times == [2.0, 4.0, math.inf]
+
+
+def test_bytes_are_counted_up_to_the_target_and_not_to_the_record_before_it():
+    """Records are a few a second: a short run has one at its first step, and one at its end."""
+    one = run(config("downpour"), 2.0, looks=2)  # the target is met at 2,000 samples
+    place = {"step": 1, "epoch": 1, "time": 0.1, "loss": 0.1, "compute": 0.1, "communicate": 0.0, "wait": 0.0}
+
+    def step(worker: int, samples: int, sent: int) -> Step:
+        return Step(worker=worker, samples=samples, bytes_sent=sent, **place)
+
+    first = [step(0, 100, 10), step(0, 4100, 4010)]  # 10, and 1,900 of the 4,000 samples between
+    assert replace(one, steps=first).bytes_to_target == 10 + 1900
+    late = [step(1, 4000, 800)]  # nothing on record before the target
+    assert replace(one, steps=[*first, *late]).bytes_to_target == 1910 + 400
+    early = [step(2, 1000, 500), step(2, 1500, 700)]  # it died before the target
+    assert replace(one, steps=[*early, *first]).bytes_to_target == 1910 + 700
+    replaced = [step(2, 1000, 500), step(2, 1800, 100), step(2, 2200, 300)]  # the counter starts anew
+    assert replace(one, steps=replaced).bytes_to_target == 500 + 100 + 100
+    gone_back = [step(2, 3000, 600), step(2, 2500, 700)]  # resumed from a checkpoint
+    assert replace(one, steps=gone_back).bytes_to_target == 400
+    assert replace(one, steps=first, summary=None).bytes_to_target is None
 
 
 def test_the_harness_refuses_to_report():
@@ -419,7 +464,41 @@ def test_who_looks_more_often_sees_a_lucky_crossing_sooner():
     entries = [Entry(n, n, {}, 2, 0, "local", "", runs) for n, runs in (("a", rare), ("b", often))]
     verdict = judge(study({}, entries=entries, trials=3, asked=False))
     assert verdict.refused[0].startswith("b was evaluated every 100 samples and a every 1,000: whoever is looked at")
-    assert too_often(study({}, entries=[entries[0]], trials=3, asked=False)) == []
+    assert unevenly_evaluated(study({}, entries=[entries[0]], trials=3, asked=False)) == []
+
+
+def evaluated(name: str, epochs: int) -> Entry:
+    """Of three runs, once in so many epochs, until the target and once more."""
+    runs = []
+    for seed in range(3):
+        one = run(config(name, seed=seed), 2.0, looks=3)
+        one.evaluations[:] = [msgspec.structs.replace(e, samples=epochs * e.samples) for e in one.evaluations]
+        late = msgspec.structs.replace(one.evaluations[2], time=9.0, samples=100 * EPOCH)
+        one.evaluations.append(late)  # of a snapshot that was under way
+        runs.append(one)
+    return Entry(name, name, {}, 2, 0, "local", "", runs)
+
+
+def test_a_study_is_held_to_the_interval_that_was_asked_for():
+    """A snapshot of servers needs a mark of every worker, so many workers may be evaluated more rarely."""
+    even, rare = evaluated("allreduce", 1), evaluated("ssp", 5)
+    assert judge(study({}, entries=[even], trials=3)).refused == []
+    found = study({}, entries=[even, rare], trials=3)
+    verdict = judge(found)
+    assert verdict.sentences == [
+        "not a result: ssp was evaluated every 5,000 samples and allreduce every 1,000, not once per epoch (1,000 "
+        "samples) as was asked for: whoever is looked at more often reaches a target sooner by luck; ask for an "
+        "interval that all can keep, with --set evaluate_every"
+    ]
+    assert verdict.rules[0].startswith("to be evaluated once per epoch; ") and verdict.pairs == []
+    told = json.loads(to_json(found, verdict, None))
+    assert not told["result"] and [entry["interval"] for entry in told["entries"]] == [1000, 5000]
+    assert "(not a result)" in shown(found)
+    alone = judge(study({}, entries=[rare, evaluated("downpour", 5)], trials=3)).refused
+    assert len(alone) == 1 and "ssp was evaluated every 5,000 samples, not once per epoch" in alone[0]
+    assert judge(study({}, entries=[rare], trials=3, interval=5000)).refused == []
+    finer = judge(study({}, entries=[even, rare], trials=3, interval=500)).refused
+    assert "ssp was evaluated every 5,000 samples and allreduce every 1,000, not every 500 samples as was" in finer[0]
 
 
 def squeezed(evaluation: Evaluation) -> Evaluation:
@@ -532,8 +611,8 @@ def test_the_direction_of_a_metric_is_seen_in_who_reached_it(tmp_path):
 
 
 # -- shown ------------------------------------------------------------------------------------------------------------
-def shown(found: Study) -> str:
-    console = Console(file=StringIO(), width=200)
+def shown(found: Study, width: int = 200) -> str:
+    console = Console(file=StringIO(), width=width)
     show(found, judge(found), console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -545,6 +624,60 @@ def test_the_table_has_all_points_and_labels_what_is_no_result():
     assert "(not a result)" in shown(study({"a": [1.0], "b": [2.0]}))
     never = shown(study({"a": [None] * 3}))
     assert "all missed" in never and "*" not in never
+
+
+ALL = ["entry", "reached", "mean ± sd", "median", "all", "worker-s", "sent", "test", "options"]
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [
+        (140, []),
+        (115, ["options"]),
+        (100, ["options", "all"]),
+        (90, ["options", "all"]),
+        (80, ["options", "all", "worker-s"]),
+        (60, ["options", "all", "worker-s", "sent", "median"]),
+    ],
+)
+def test_the_table_fits_the_terminal(width, left_out):
+    found = study({"allreduce · 8 workers": [6.0, 7, 8, 9, 8.5], "ssp:staleness=3": [3.0, 4, 4.5, 5, 3.5]})
+    lines = shown(found, width).split("\nssp:staleness=3 reached")[0].splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= width
+    head = " ".join(lines[2:4])
+    assert [name for name in ALL if f" {name}" in head] == [name for name in ALL if name not in left_out]
+    assert any("allreduce · 8 workers" in line and "7.70 ± 1.20" in line and "95 ± 0 %" in line for line in lines)
+    said = " ".join(" ".join(lines).split())
+    assert (f"on the page: {', '.join(left_out)}" in said) == bool(left_out)
+
+
+def test_a_long_name_is_folded_where_nothing_else_can_be_left_out():
+    text = shown(study({"ssp:" + "+".join(f"option{i}={i}" for i in range(9)): [1.0, 2.0, 3.0]}), 60)
+    row = next(line for line in text.splitlines() if "3 of 3" in line)
+    assert row.strip().startswith("ssp:") and "2.00 ± 1.00" in row and "95 ± 0 %" in row and len(row) <= 60
+
+
+def test_runs_without_a_target_are_shown_by_what_they_have(tmp_path):
+    write_run(tmp_path / "whole", config(target=None, seed=1), None)
+    write_run(tmp_path / "cut", config("ssp", target=None, seed=2), None)
+    path = tmp_path / "cut" / records.RECORDS
+    path.write_bytes(path.read_bytes()[:-100])
+    found = read_study(tmp_path)
+    assert judge(found).sentences == [
+        "not a result: there was no target, and so there is no time to one; train with --target, or use torrential "
+        "compare"
+    ]
+    text = shown(found)
+    assert "digits: no target, so no time to one" in text
+    assert "trained" in text and "1 of 1" in text and "10.0" in text and "95 %" in text and "0 of 1" in text
+    assert not any(words in text for words in ("missed", "reached", "until the target", "trials each"))
+
+
+def test_runs_that_have_not_ended_are_no_trials(tmp_path):
+    write_run(tmp_path / "cut", config(), 1.0)
+    path = tmp_path / "cut" / records.RECORDS
+    path.write_bytes(path.read_bytes()[:-100])
+    assert judge(read_study(tmp_path)).sentences == ["not a result: no run of allreduce has come to its end"]
 
 
 def test_json_and_csv(tmp_path):

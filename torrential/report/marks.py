@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torrential.progress import number
-from torrential.study.results import Run, Study
+from torrential.study.results import Run, Study, unit_of_time
 
 Figure = dict[str, Any]
 Trace = dict[str, Any]
@@ -55,13 +55,13 @@ def time_name(study: Study) -> str:
     worlds = {entry.world for entry in study.entries}
     if "sim" not in worlds:
         return "seconds"
-    return "simulated seconds" if len(worlds) == 1 else "seconds (sim: simulated)"
+    return "virtual seconds" if len(worlds) == 1 else "seconds (sim: virtual)"
 
 
 def outcome(run: Run) -> str:
     """Of a trial that had a target, in words."""
     if run.time_to_target is not None:
-        return f"{number(run.time_to_target)} s"
+        return f"{number(run.time_to_target)} {unit_of_time(run.config.get('world', ''))}"
     return "diverged" if run.diverged else "missed" if run.finished else "cut off"
 
 

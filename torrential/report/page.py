@@ -79,7 +79,7 @@ def render(study: Study) -> str:
         verdict=[sentence(study, text) for text in verdict.sentences],
         rules=[sentence(study, text) for text in verdict.rules],
         entries=tables.entries(study, verdict),
-        legend=sentence(study, legend(verdict)),
+        legend=sentence(study, legend(study, verdict)),
         sections=sections,
         trials=trials,
         first=max(trials, key=lambda trial: trial.changes).id if trials else "",
@@ -103,10 +103,8 @@ def figure_sections(study: Study, works: dict[int, series.Work]) -> list[Section
     items = entry_keys(study)
     groups = keys((name for name, _ in scaling.scaling_groups(study)), "s")
     target = "" if study.target is None else metric_value(study.metric, study.target)
-    bands = (
-        "Thick: the mean over trials, with one standard deviation either way; a trial that has reached the target "
-        "keeps its last value. Thin: trials."
-    )
+    kept = "; a trial that has reached the target keeps its last value" if target else ""
+    bands = f"Thick: the mean over trials, with one standard deviation either way{kept}. Thin: trials."
     found: list[tuple[str, str, str, dict[str, Figure | None], list[Key]]] = [
         ("time", f"{study.metric} against time", bands, {"against-time": figures.metric_curves(study, "time")}, items),
         ("samples", f"{study.metric} against samples", bands + " What is left when time does not count.",

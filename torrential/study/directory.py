@@ -16,6 +16,11 @@ from torrential.errors import BadInput
 from torrential.study.ask import FORMAT, Question, differences
 from torrential.study.results import STUDY
 
+TRIALS_ARE_FIXED = (
+    "; the number of trials is fixed before the first run, as adding some after a look at the verdict makes "
+    "differences by chance likelier"
+)
+
 
 def read_question(directory: Path) -> Question:
     path = directory / STUDY
@@ -43,7 +48,8 @@ def open_directory(directory: Path, question: Question) -> Question:
     if (directory / STUDY).exists():
         kept = read_question(directory)
         if changed := differences(kept, question):
-            raise BadInput(f"{directory} holds another study ({'; '.join(changed)}); choose another --out")
+            why = TRIALS_ARE_FIXED if kept.asked.trials != question.asked.trials else ""
+            raise BadInput(f"{directory} holds another study ({'; '.join(changed)}){why}; choose another --out")
         return kept
     records.create_run_directory(directory)
     half = directory / f".{STUDY}.tmp-{os.getpid()}"

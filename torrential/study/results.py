@@ -20,6 +20,11 @@ STUDY = "study.json"
 DIVERGED = "diverged"  # the event that ends the records of a run whose loss was no number any more
 
 
+def unit_of_time(world: str) -> str:
+    """A simulated cluster's seconds are not ours."""
+    return "virtual s" if world == "sim" else "s"
+
+
 @dataclass(frozen=True)
 class Run:
     """One trial."""
@@ -61,16 +66,31 @@ class Run:
 
     @functools.cached_property
     def bytes_to_target(self) -> int | None:
-        """That workers sent until then; None: missed. Counters start at zero in a worker that replaces another."""
-        if (end := self.time_to_target) is None:
+        """That workers sent until then; None: missed. Between two of its records a worker is taken to have sent evenly,
+        by samples: records are a few a second, and a short run has few. Counters start at zero in a worker that
+        replaces another."""
+        if (end := self._samples_to_target) is None:
             return None
-        total, last = 0, dict[int, int]()
+        total, last = 0.0, dict[int, tuple[int, int]]()  # by worker: samples, and its counter
         for step in self.steps:
-            if step.time <= end:
-                before = last.get(step.worker, 0)
-                total += step.bytes_sent - (before if step.bytes_sent >= before else 0)
-                last[step.worker] = step.bytes_sent
-        return total
+            samples, before = last.get(step.worker, (0, 0))
+            sent = step.bytes_sent - (before if step.bytes_sent >= before else 0)
+            total += sent * _share_before(end, samples, step.samples)
+            last[step.worker] = max(samples, step.samples), step.bytes_sent
+        return round(total)
+
+    @property
+    def _samples_to_target(self) -> int | None:
+        if (time := self.time_to_target) is None:
+            return None
+        return min((e.samples for e in self.validation if e.time >= time), default=None)
+
+
+def _share_before(end: int, first: int, last: int) -> float:
+    """Of what happened from the first to the last."""
+    if last <= end:
+        return 1.0
+    return max(0, end - first) / (last - first) if last > first else 0.0
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import math
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,18 @@ from rich.text import Text
 from torrential.progress import byte_count, metric_value, number
 from torrential.records import replace_file
 from torrential.study import tuning
-from torrential.study.results import Entry, Run, Study
+from torrential.study.results import Entry, Run, Study, unit_of_time
 from torrential.study.statistics import Spread
 from torrential.study.verdict import MISSES, Pair, Row, Verdict
 
-WIDTH = 118  # what the table needs
+DISPENSABLE = ("options", "all", "worker-s", "sent", "median")  # left out in this order where the table is too wide
+NAME = 12  # characters of an entry's name that have room in any case
 TRIALS = "trials.csv"
 
 
 def show(study: Study, verdict: Verdict, console: Console) -> None:
-    """Everything a person wants to know."""
-    console.width = max(console.width, WIDTH)  # better wrapped by the terminal than cut short
-    console.print(_table(study, verdict))
+    """Everything a person wants to know, as far as the console is wide enough."""
+    console.print(_table(study, verdict, console))
     for line in verdict.sentences:
         console.print(Text(line, style="bold yellow" if verdict.refused else "bold"), soft_wrap=True, highlight=False)
     for line in verdict.rules:
@@ -37,44 +39,88 @@ def show(study: Study, verdict: Verdict, console: Console) -> None:
         console.print(Text(line, style="yellow"), soft_wrap=True, highlight=False)
 
 
-def _table(study: Study, verdict: Verdict) -> RenderableType:
-    target = "no target" if study.target is None else f"{metric_value(study.metric, study.target)} {study.metric}"
+def _table(study: Study, verdict: Verdict, console: Console) -> RenderableType:
+    rows = [dict(zip(columns(study), cells(study, row), strict=True)) for row in verdict.rows]
+    shown, left_out = columns(study), list[str]()
+    unbounded = console.options.update(width=sys.maxsize)
+    table = _drawn(title(study, verdict), shown, rows)
+    for name in DISPENSABLE:
+        if console.measure(table, options=unbounded).maximum <= console.width:
+            break
+        found = [column for column in shown if column.split(",")[0] == name]
+        left_out += [name] * len(found)
+        shown = [column for column in shown if column not in found]
+        table = _drawn(title(study, verdict), shown, rows)
+    words = [legend(study, verdict, left_out)]
+    if left_out:
+        words.append(f"left out, as the terminal is narrow, but on the page: {', '.join(left_out)}")
+    return Group(table, Text("; ".join(filter(None, words)), style="dim"))
+
+
+def _drawn(title: str, shown: list[str], rows: list[dict[str, str]]) -> Table:
+    """Only names of entries are ever folded."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=Text(title), title_style="italic")
+    for name in shown:
+        head = Text(name.replace(", ", ",\n").replace("test ", "test\n"))
+        if name == "entry":
+            table.add_column(head, overflow="fold", min_width=NAME)
+        else:
+            table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(row[name]) for name in shown))
+    return table
+
+
+def title(study: Study, verdict: Verdict) -> str:
+    if study.target is None:
+        return f"{study.task}: no target, so no time to one"
     label = " (not a result)" if verdict.refused else ""
-    table = Table(title=f"{study.task}: time to {target}{label}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in columns(study):
-        table.add_column(name, justify="left" if name == "entry" else "right", overflow="fold")
-    for row in verdict.rows:
-        table.add_row(*(Text(cell) for cell in cells(study, row)))
-    return Group(table, Text(legend(verdict), style="dim"))
+    time = "virtual time" if _virtual(study) else "time"
+    return f"{study.task}: {time} to {metric_value(study.metric, study.target)} {study.metric}{label}"
+
+
+def _virtual(study: Study) -> bool:
+    """Whether seconds are those of a simulated cluster; where only some are, the page says whose."""
+    return {entry.world for entry in study.entries} == {"sim"}
 
 
 def columns(study: Study) -> list[str]:
     """Of the table that has a line for each entry."""
-    times = ["reached", "mean ± sd, s", "median", "all, s"]
-    return ["entry", *times, "worker-s", "sent", f"test {study.metric}", "options"]
+    s, value = unit_of_time("sim" if _virtual(study) else "local"), f"test {study.metric}"
+    if study.target is None:
+        return ["entry", "ended", f"trained, {s}", value, "options"]
+    times = ["reached", f"mean ± sd, {s}", "median", f"all, {s}"]
+    return ["entry", *times, "worker-s", "sent", value, "options"]
 
 
-def legend(verdict: Verdict) -> str:
-    words = "worker-s, sent: by workers until the target, on average; options: that were set for the entry"
+def legend(study: Study, verdict: Verdict, left_out: Sequence[str] = ()) -> str:
+    sums = [] if study.target is None else [name for name in ("worker-s", "sent") if name not in left_out]
+    words = [f"{', '.join(sums)}: by workers until the target, on average"] if sums else []
+    if "options" not in left_out:
+        words.append("options: that were set for the entry")
     if any(row.missed >= MISSES and row.reached for row in verdict.rows):
-        words += f"; *: {MISSES} or more missed, so these times are no result"
-    return words
+        words.append(f"*: {MISSES} or more missed, so these times are no result")
+    return "; ".join(words)
 
 
 def cells(study: Study, row: Row) -> list[str]:
     star = "*" if row.missed >= MISSES and row.reached else ""
     times = [_short(time) if math.isfinite(time) else "missed" for time in row.times]
     tuned = "".join(f" {name}={value}" for name, value in row.entry.tuned.items())
+    name = row.entry.name + (f" (tuned:{tuned})" if tuned else "")
+    value, options = _metric_spread(study.metric, row.value), str(row.options)
+    if study.target is None:
+        return [name, f"{row.trials} of {len(row.entry.runs)}", _mean_sd(row.seconds), value, options]
     return [
-        row.entry.name + (f" (tuned:{tuned})" if tuned else ""),
+        name,
         f"{row.reached} of {row.trials}",
         _mean_sd(row.time) + star,
         _or_dash(row.time.median),
         " ".join(times) if row.reached else "all missed" if times else "–",
         _or_dash(row.worker_seconds.mean),
         byte_count(row.bytes_sent.mean) if row.bytes_sent.count else "–",
-        _metric_spread(study.metric, row.value),
-        str(row.options),
+        value,
+        options,
     ]
 
 
@@ -143,6 +189,8 @@ def _row(row: Row) -> dict[str, Any]:
         "worker_seconds": row.worker_seconds,
         "bytes_sent": row.bytes_sent,
         "value": row.value,
+        "seconds": row.seconds,
+        "interval": row.interval,
         "options_set": row.options,
     }
 

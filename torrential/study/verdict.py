@@ -2,7 +2,9 @@
 
 The rules, after MLPerf's: time to the target is the measure; all trials count, missed ones too, and never the best of
 several; fewer than three are not a result; nor is a mean time of which two runs are missing; all entries are
-evaluated at one interval, which is shown, as whoever looks more often sees a lucky crossing sooner.
+evaluated at one interval, which is shown, as whoever looks more often sees a lucky crossing sooner. What counts is the
+interval that was kept, not the one that was asked for: a snapshot of servers needs a mark of every worker, and with
+many workers training may be further on than that when it is whole.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from torrential.progress import metric_value, number
 from torrential.study import statistics
 from torrential.study.ask import Question, grid
-from torrential.study.results import Entry, Run, Study
+from torrential.study.results import Entry, Run, Study, unit_of_time
 from torrential.study.statistics import LEVEL, Difference, Spread, spread
 from torrential.study.tuning import at_the_edge, best_value, cost
 
@@ -23,7 +25,8 @@ FEWEST = 3  # trials that make a result
 MISSES = 2  # from which on the times of an entry are no result
 MANY_PAIRS = 6  # with more, words are about the soonest against the others
 FINER = 0.9  # of the declared interval: workers that run beside one another do not meet it to the sample
-UNEVEN = 1.5  # times as often as another entry
+UNEVEN = 1.5  # times as often as another entry, or as rarely as was asked for
+LUCK = "whoever is looked at more often reaches a target sooner by luck"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Row:
     worker_seconds: Spread  # to the target, as are the bytes
     bytes_sent: Spread
     value: Spread  # of the metric on test data
+    seconds: Spread  # of training, whether or not there was a target
+    interval: float  # samples between two evaluations until the target, in the median; 0: there were none
     options: int  # that somebody had to set
 
     @property
@@ -83,9 +88,12 @@ def judge(study: Study) -> Verdict:
     rows = [_row(entry) for entry in study.entries]
     refused = _refused(study, rows)
     pairs = [] if refused else _pairs(study, rows)
-    sentences = [f"not a result: {why}" for why in refused]
     if not refused:
         sentences = [_answer(study, rows, pairs), *(pair.sentence for pair in _worth_saying(rows, pairs))]
+    else:
+        sentences = [f"not a result: {why}" for why in refused]
+        if study.target is not None and any(row.trials for row in rows) and not any(row.reached for row in rows):
+            sentences.append(_nobody(study))
     return Verdict(rows, pairs, sentences, _rules(study, pairs), refused)
 
 
@@ -126,6 +134,8 @@ def _row(entry: Entry) -> Row:
         worker_seconds=spread([entry.workers * time for time in times]),
         bytes_sent=spread([math.inf if run.bytes_to_target is None else run.bytes_to_target for run in runs]),
         value=spread([value for value in values if math.isfinite(value)]),
+        seconds=spread([run.seconds for run in runs]),
+        interval=_observed(entry),
         options=len(entry.options),
     )
 
@@ -144,31 +154,57 @@ def _pairs(study: Study, rows: list[Row]) -> list[Pair]:
 # -- rules ------------------------------------------------------------------------------------------------------------
 def _refused(study: Study, rows: list[Row]) -> list[str]:
     """Why there is no result to report."""
-    why = []
     if study.target is None:
-        why.append("there is no target that all runs share, and so no time to it; give one with --target")
-    if study.trials < FEWEST:
+        return [_without_target(study)]
+    why = []
+    none = [row.entry.name for row in rows if not row.trials]
+    if none and not study.asked:
+        why.append(f"no run of {_and(none)} has come to its end")
+    elif study.trials < FEWEST:
         why.append(f"{_count(study.trials, 'trial')} each, and at least {FEWEST} are needed")
     behind = [f"{row.entry.name} {row.trials}" for row in rows if row.trials < study.trials]
     if behind:
         why.append(f"of {study.trials} trials each, some are not done ({', '.join(behind)})")
-    return why + too_often(study)
+    return why + unevenly_evaluated(study)
 
 
-def too_often(study: Study) -> list[str]:
-    """Entries that were evaluated more often than was declared, or than others."""
-    if study.asked:
-        runs = [(entry, run) for entry in study.entries for run in entry.finished if run.validation]
-        names = {entry.name for entry, run in runs if _looks(run) > _allowed(study, run)}
-        return [f"{name} was evaluated more often than declared ({_interval(study)})" for name in sorted(names)]
-    found = {entry.name: _observed(entry) for entry in study.entries if _observed(entry)}
+def _without_target(study: Study) -> str:
+    remedy = "train with --target, or use torrential compare"
+    if all(run.config.get("target") is None for entry in study.entries for run in entry.runs):
+        return f"there was no target, and so there is no time to one; {remedy}"
+    return f"there is no target that all runs share, and so no time to it; {remedy}"
+
+
+def unevenly_evaluated(study: Study) -> list[str]:
+    """Entries that were evaluated more often than others; in a study, more often or more rarely than was asked for."""
+    found = {entry.name: each for entry in study.entries if (each := _observed(entry))}
     least, most = (pick(found, key=found.__getitem__, default="") for pick in (min, max))
-    if not found or found[most] <= UNEVEN * found[least]:
-        return []
-    return [
-        f"{least} was evaluated every {found[least]:,.0f} samples and {most} every {found[most]:,.0f}: whoever is "
-        "looked at more often reaches a target sooner by luck"
-    ]
+    uneven = bool(found) and found[most] > UNEVEN * found[least]
+    if not study.asked:
+        if not uneven:
+            return []
+        return [f"{least} was evaluated every {found[least]:,.0f} samples and {most} every {found[most]:,.0f}: {LUCK}"]
+    often, declared = _too_often(study), _declared(study)
+    if not found or found[most] <= UNEVEN * declared:
+        return often
+    other = f" and {least} every {found[least]:,.0f}" if uneven else ""
+    why = LUCK if uneven else "no time to a target is more exact"
+    asked = _interval(study) + ("" if study.interval else f" ({declared:,} samples)")
+    rarely = f"{most} was evaluated every {found[most]:,.0f} samples{other}, not {asked}"
+    remedy = "ask for an interval that all can keep, with --set evaluate_every"
+    return [*often, f"{rarely} as was asked for: {why}; {remedy}"]
+
+
+def _too_often(study: Study) -> list[str]:
+    runs = [(entry, run) for entry in study.entries for run in entry.finished if run.validation]
+    names = {entry.name for entry, run in runs if _looks(run) > _allowed(study, run)}
+    return [f"{name} was evaluated more often than declared ({_interval(study)})" for name in sorted(names)]
+
+
+def _declared(study: Study) -> int:
+    """Samples between two evaluations; without an interval, those of an epoch. 0: nothing was run."""
+    epochs = (int(run.config["samples"]) for entry in study.entries for run in entry.finished)
+    return study.interval or next(epochs, 0)
 
 
 def _looks(run: Run) -> int:
@@ -181,16 +217,18 @@ def _allowed(study: Study, run: Run) -> float:
 
 
 def _observed(entry: Entry) -> float:
-    """Samples between two evaluations; 0 if there are none."""
+    """Samples between two evaluations until the target, in the median; 0 if there are none."""
     gaps = []
     for run in entry.finished:
-        samples = [0, *sorted({evaluation.samples for evaluation in run.validation})]
+        end = math.inf if run.time_to_target is None else run.time_to_target
+        samples = [0, *sorted({evaluation.samples for evaluation in run.validation if evaluation.time <= end})]
         gaps += [after - before for before, after in itertools.pairwise(samples)]
     return plain.median(gaps) if gaps else 0.0
 
 
 def _rules(study: Study, pairs: list[Pair]) -> list[str]:
-    rules = [f"evaluated {_interval(study)}; time counts from the first touch of data to the parameters that got there"]
+    when = "to be evaluated" if study.asked and unevenly_evaluated(study) else "evaluated"
+    rules = [f"{when} {_interval(study)}; time counts from the first touch of data to the parameters that got there"]
     if len(pairs) > 1:
         rules.append(f"differences are tested by ranks (Mann-Whitney), Holm's correction for {len(pairs)} comparisons")
     elif pairs:
@@ -218,13 +256,13 @@ def _interval(study: Study) -> str:
 def _answer(study: Study, rows: list[Row], pairs: list[Pair]) -> str:
     target, best = _target(study), soonest(rows)
     if best is None or not best.reached:
-        return f"nobody reached {target}{_nearest(study)}"
+        return _nobody(study)
     trials = _count(best.trials, "trial")
-    average = f"{number(best.time.mean)} s on average, {trials}"
+    average = f"{_seconds(best)} on average, {trials}"
     if best.missed >= MISSES:
         average = f"{best.missed} of {trials} missed it, so there is no time to report"
     elif best.missed:
-        average = f"{number(best.time.mean)} s on average of {best.reached} that reached it, {trials}"
+        average = f"{_seconds(best)} on average of {best.reached} that reached it, {trials}"
     if len(rows) == 1:
         return f"{best.entry.name} reached {target} in {best.reached} of {trials} ({average})"
     rivals = [_other(pair, best) for pair in pairs if best in (pair.first, pair.second) and not pair.differs]
@@ -238,6 +276,14 @@ def _answer(study: Study, rows: list[Row], pairs: list[Pair]) -> str:
     if not there:
         return f"{best.entry.name} was the soonest to {target} here ({average}){chance}"
     return f"soonest to {target}, with no difference seen between them: {_and([best.entry.name, *there])}{chance}"
+
+
+def _seconds(row: Row) -> str:
+    return f"{number(row.time.mean)} {unit_of_time(row.entry.world)}"
+
+
+def _nobody(study: Study) -> str:
+    return f"nobody reached {_target(study)}{_nearest(study)}"
 
 
 def _nearest(study: Study) -> str:

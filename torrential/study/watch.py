@@ -22,7 +22,7 @@ from torrential.progress import REDRAW_SECONDS, duration, metric_value, number
 from torrential.records import Evaluation, Record, Step
 from torrential.study.plan import Trial
 from torrential.study.read import read_run
-from torrential.study.results import Run
+from torrential.study.results import Run, unit_of_time
 
 
 class Watching:
@@ -151,4 +151,4 @@ def describe(run: Run, metric: str, target: float) -> str:
     test = "" if value is None else f", test {metric} {metric_value(metric, value)}"
     if run.time_to_target is None:
         return f"missed {wanted}{test}"
-    return f"{wanted} after {number(run.time_to_target)} s{test}"
+    return f"{wanted} after {number(run.time_to_target)} {unit_of_time(run.summary.world)}{test}"
