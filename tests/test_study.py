@@ -385,6 +385,8 @@ def test_seconds_of_a_simulated_cluster_are_called_virtual():
     text = shown(found)
     assert "digits: virtual time to 90 % accuracy" in text and text.count("virtual s\n") + text.count("virtual s ") == 3
     assert columns(found)[2] == "mean ± sd, virtual s" and columns(study({}))[2] == "mean ± sd, s"
+    both = replace(found, entries=[found.entries[0], *study({"b": [2.0]}).entries])
+    assert columns(both)[2] == "mean ± sd, s (sim: virtual)" and "digits: time to" in shown(both)
     one = run(config("a", world="sim"), 1.5)
     assert describe(one, "accuracy", TARGET).startswith("90 % accuracy after 1.500 virtual s")
 

@@ -15,7 +15,7 @@ from torrential.progress import byte_count, metric_value, number
 from torrential.report.marks import outcome, samples_per_second
 from torrential.report.series import Work, metric_curve
 from torrential.study import show
-from torrential.study.results import Entry, Run, Study
+from torrential.study.results import Entry, Run, Study, unit_of_time
 from torrential.study.tuning import best_value
 from torrential.study.verdict import Verdict
 
@@ -166,7 +166,7 @@ def evaluations(study: Study) -> list[str]:
     for entry in study.entries:
         gaps = [gap for run in entry.runs for gap in np.diff(metric_curve(run, "time")[0]) if gap > 0]
         if gaps:
-            found.setdefault(f"{number(median(gaps))} s", []).append(entry.name)
+            found.setdefault(f"{number(median(gaps))} {unit_of_time(entry.world)}", []).append(entry.name)
     if not found:
         return []
     each = [f"{gap} ({', '.join(names)})" if len(found) > 1 else gap for gap, names in found.items()]

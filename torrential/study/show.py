@@ -75,18 +75,18 @@ def title(study: Study, verdict: Verdict) -> str:
     if study.target is None:
         return f"{study.task}: no target, so no time to one"
     label = " (not a result)" if verdict.refused else ""
-    time = "virtual time" if _virtual(study) else "time"
+    time = "virtual time" if _unit(study) == unit_of_time("sim") else "time"
     return f"{study.task}: {time} to {metric_value(study.metric, study.target)} {study.metric}{label}"
 
 
-def _virtual(study: Study) -> bool:
-    """Whether seconds are those of a simulated cluster; where only some are, the page says whose."""
-    return {entry.world for entry in study.entries} == {"sim"}
+def _unit(study: Study) -> str:
+    units = {unit_of_time(entry.world) for entry in study.entries}
+    return "s (sim: virtual)" if len(units) > 1 else units.pop() if units else "s"
 
 
 def columns(study: Study) -> list[str]:
     """Of the table that has a line for each entry."""
-    s, value = unit_of_time("sim" if _virtual(study) else "local"), f"test {study.metric}"
+    s, value = _unit(study), f"test {study.metric}"
     if study.target is None:
         return ["entry", "ended", f"trained, {s}", value, "options"]
     times = ["reached", f"mean ± sd, {s}", "median", f"all, {s}"]

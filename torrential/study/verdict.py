@@ -228,7 +228,8 @@ def _observed(entry: Entry) -> float:
 
 def _rules(study: Study, pairs: list[Pair]) -> list[str]:
     when = "to be evaluated" if study.asked and unevenly_evaluated(study) else "evaluated"
-    rules = [f"{when} {_interval(study)}; time counts from the first touch of data to the parameters that got there"]
+    counted = "" if study.target is None else " to the parameters that got there"
+    rules = [f"{when} {_interval(study)}; time counts from the first touch of data{counted}"]
     if len(pairs) > 1:
         rules.append(f"differences are tested by ranks (Mann-Whitney), Holm's correction for {len(pairs)} comparisons")
     elif pairs:
