@@ -336,6 +336,17 @@ def test_a_winner_in_words():
     assert verdict.refused == [] and "once per epoch" in verdict.rules[0]
 
 
+def test_who_is_like_the_soonest_need_not_be_like_one_another():
+    times = {
+        "a": [2.2, 2, 2, 2.3, 40, math.inf, 2.6, 2.2],
+        "b": [3.2, 3.3, 3, 3.8, 3.4, 3.0, 3.3, 3.1],
+        "c": [5.3, 6.3, 5.2, 5.3, 5.0, 5.9, 100, 5.4],
+    }
+    verdict = judge(study(times))
+    assert verdict.sentences[0] == "soonest to 90 % accuracy: a, with no difference seen between it and b and c"
+    assert [pair.differs for pair in verdict.pairs] == [False, False, True]
+
+
 def test_no_difference_in_words():
     verdict = judge(study({"a": [3, 4, 5, 6, 7], "b": [3.5, 4.5, 5.5, 6.5, 4.2], "c": [30, 40, 50, 60, 70]}))
     assert verdict.sentences[0] == "soonest to 90 % accuracy, with no difference seen between them: b and a"
@@ -499,8 +510,20 @@ def test_a_study_is_held_to_the_interval_that_was_asked_for():
     alone = judge(study({}, entries=[rare, evaluated("downpour", 5)], trials=3)).refused
     assert len(alone) == 1 and "ssp was evaluated every 5,000 samples, not once per epoch" in alone[0]
     assert judge(study({}, entries=[rare], trials=3, interval=5000)).refused == []
+    between = judge(study({}, entries=[even, evaluated("ssp", 2)], trials=3, interval=1400)).refused
+    assert len(between) == 1 and "ssp was evaluated every 2,000 samples and allreduce every 1,000" in between[0]
     finer = judge(study({}, entries=[even, rare], trials=3, interval=500)).refused
     assert "ssp was evaluated every 5,000 samples and allreduce every 1,000, not every 500 samples as was" in finer[0]
+
+
+def test_that_a_run_ends_is_no_evaluation_out_of_turn():
+    """Of runs that miss, the last evaluation comes when the samples are spent."""
+    missed = [run(config("a", seed=i), None, looks=2) for i in range(3)]
+    for one in missed:
+        place = one.evaluations[1]
+        one.evaluations[1] = msgspec.structs.replace(place, samples=EPOCH + 10)
+    found = study({}, entries=[Entry("a", "a", {}, 2, 0, "local", "", missed), evaluated("b", 1)], trials=3)
+    assert [row.interval for row in judge(found).rows] == [1000, 1000] and judge(found).refused == []
 
 
 def squeezed(evaluation: Evaluation) -> Evaluation:

@@ -176,7 +176,7 @@ def _without_target(study: Study) -> str:
 
 
 def unevenly_evaluated(study: Study) -> list[str]:
-    """Entries that were evaluated more often than others; in a study, more often or more rarely than was asked for."""
+    """Entries that were evaluated more often than others; in a study, also more often or more rarely than asked for."""
     found = {entry.name: each for entry in study.entries if (each := _observed(entry))}
     least, most = (pick(found, key=found.__getitem__, default="") for pick in (min, max))
     uneven = bool(found) and found[most] > UNEVEN * found[least]
@@ -185,7 +185,7 @@ def unevenly_evaluated(study: Study) -> list[str]:
             return []
         return [f"{least} was evaluated every {found[least]:,.0f} samples and {most} every {found[most]:,.0f}: {LUCK}"]
     often, declared = _too_often(study), _declared(study)
-    if not found or found[most] <= UNEVEN * declared:
+    if not uneven and (not found or found[most] <= UNEVEN * declared):
         return often
     other = f" and {least} every {found[least]:,.0f}" if uneven else ""
     why = LUCK if uneven else "no time to a target is more exact"
@@ -217,12 +217,14 @@ def _allowed(study: Study, run: Run) -> float:
 
 
 def _observed(entry: Entry) -> float:
-    """Samples between two evaluations until the target, in the median; 0 if there are none."""
+    """Samples between two evaluations until the target, in the median; 0 if there are none. The last one of a run that
+    missed comes when the run ends, and does not count if there are others."""
     gaps = []
     for run in entry.finished:
         end = math.inf if run.time_to_target is None else run.time_to_target
         samples = [0, *sorted({evaluation.samples for evaluation in run.validation if evaluation.time <= end})]
-        gaps += [after - before for before, after in itertools.pairwise(samples)]
+        own = [after - before for before, after in itertools.pairwise(samples)]
+        gaps += own[:-1] if len(own) > 1 and end == math.inf else own
     return plain.median(gaps) if gaps else 0.0
 
 
@@ -276,6 +278,8 @@ def _answer(study: Study, rows: list[Row], pairs: list[Pair]) -> str:
     chance = f"; {_and(never)} never reached it, which may be chance" if never else ""
     if not there:
         return f"{best.entry.name} was the soonest to {target} here ({average}){chance}"
+    if any(pair.differs and {pair.first.entry.name, pair.second.entry.name} <= set(there) for pair in pairs):
+        return f"soonest to {target}: {best.entry.name}, with no difference seen between it and {_and(there)}{chance}"
     return f"soonest to {target}, with no difference seen between them: {_and([best.entry.name, *there])}{chance}"
 
 
