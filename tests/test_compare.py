@@ -16,9 +16,11 @@ from made_up import config, write_run
 from torrential import cli
 from torrential.errors import BadInput, RunFailed
 from torrential.records import MANIFEST, RECORDS, Evaluation, read_manifest, read_records
+from torrential.study.ask import Asked
 from torrential.study.conduct import is_finished
 from torrential.study.directory import read_question
 from torrential.study.plan import Trial
+from torrential.study.question import make_question
 from torrential.study.runner import Train
 from torrential.worlds.local.warm import Warm
 
@@ -151,6 +153,25 @@ def test_the_same_rules_for_all(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert before == {path: path.read_bytes() for path in out.rglob(RECORDS)}
     message = refused("compare", *args, "--seed", 1)
     assert message == f"{out} holds another study (seed: 0 there, 1 asked); choose another --out"
+
+
+def test_steps_that_are_a_large_part_of_an_epoch_count_by_what_they_take_on_average() -> None:
+    """Of 1,350 samples, 64 workers with 16 each take 1,024 and then 326."""
+    asked = Asked(
+        task="digits-mlp",
+        strategies=["ssp,allreduce"],
+        target=0.5,
+        trials=3,
+        workers=[64],
+        batch_size=16,
+        world="sim",
+        clusters=["spot64"],
+        set={"evaluate_every": "640"},
+        steps=1280,
+    )
+    question, _ = make_question(asked, [])
+    assert question.interval == 640 * 16
+    assert [(entry.evaluate_every, entry.steps) for entry in question.entries] == [(640, 1280), (15, 30)]
 
 
 def test_test_data_is_read_once_in_each_run_that_is_reported_and_never_to_tune(tmp_path: Path) -> None:

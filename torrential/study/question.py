@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -91,12 +92,12 @@ def _check(asked: Asked, spec: Spec, task: Task) -> Job:
 def _same_rules(asked: Asked, specs: list[Spec], jobs: list[Job]) -> tuple[list[Spec], int | None]:
     """Steps mean different numbers of samples in different entries. What is given in steps counts those of the first
     entry; the others are stopped, and evaluated, after as many samples."""
-    joined = [job.strategy.joined(job.config.workers, job.config.batch_size) for job in jobs]
+    joined = [_samples_of_a_step(job) for job in jobs]
     every = make(Settings, {k: v for k, v in asked.set.items() if k == "evaluate_every"}).evaluate_every
     if every is not None and every < 1:
         raise BadInput(f"evaluate_every must be at least 1 (given: {every})")
     limit = None if asked.steps is None else asked.steps * joined[0]
-    interval = None if every is None else every * joined[0]
+    interval = None if every is None else round(every * joined[0])
     odd = [spec.name for spec, samples in zip(specs, joined, strict=True) if interval and not _fits(interval, samples)]
     if odd and every is not None:
         fits = (k for k in itertools.count(every) if all(_fits(k * joined[0], samples) for samples in joined))
@@ -115,7 +116,15 @@ def _same_rules(asked: Asked, specs: list[Spec], jobs: list[Job]) -> tuple[list[
     return changed, interval
 
 
-def _fits(interval: int, joined: int) -> bool:
+def _samples_of_a_step(job: Job) -> float:
+    """The last step of an epoch takes what is left. Where that matters, as steps are a large part of an epoch, it is
+    the average that counts."""
+    full, epoch = job.strategy.joined(job.config.workers, job.config.batch_size), job.config.samples
+    average = epoch / math.ceil(epoch / full)
+    return full if average >= (1 - CLOSE) * full else average
+
+
+def _fits(interval: float, joined: float) -> bool:
     """Whether it is a whole number of steps, or nearly so."""
     return abs(round(interval / joined) * joined - interval) <= CLOSE * interval
 
