@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +25,20 @@ def test_what_must_hold_holds() -> None:
     """Two hundred schedules; scripts/soak runs as many as wanted."""
     lost = [check(seed) for seed in range(200)]
     assert sum(map(bool, lost)) < 50, lost  # most of them can be survived
+
+
+def test_several_processes_find_the_same() -> None:
+    """As a command of its own: what is started as a module cannot be imported by those it starts."""
+    command = [sys.executable, "-m", "torrential.testing", "--schedules", "60", "--jobs", "2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    lost = Counter(what.partition(" ")[0] for seed in range(60) if (what := check(seed)))
+    assert ended.returncode == 0 and ended.stderr == "", ended
+    assert "60 schedules in " in ended.stdout and f" 0 failed; lost in {sum(lost.values())}: " in ended.stdout
+
+
+def test_a_failure_travels_between_processes() -> None:
+    failure = pickle.loads(pickle.dumps(Failure(7, "seed 7: wrong")))
+    assert failure.seed == 7 and str(failure) == "seed 7: wrong"
 
 
 def test_schedules_are_of_all_kinds() -> None:

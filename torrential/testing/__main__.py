@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import Counter
-from collections.abc import Iterator
 from time import perf_counter
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from torrential.testing.schedule import draw
-from torrential.testing.sweep import Failure, check
+from torrential.testing.sweep import Failure, outcome, outcomes
 
 MOST_FAILURES = 5
-BATCH = 20  # schedules that a process is given at a time
-
 
 app = typer.Typer(add_completion=False)
 
@@ -56,21 +51,6 @@ def sweep(
         f"lost in {sum(lost.values())}: {dict(lost)}"
     )
     raise typer.Exit(bool(failures))
-
-
-def outcomes(seeds: range, jobs: int) -> Iterator[Failure | str]:
-    if jobs == 1:
-        yield from map(outcome, seeds)
-        return
-    with multiprocessing.get_context("spawn").Pool(jobs, torch.set_num_threads, (1,)) as pool:
-        yield from pool.imap_unordered(outcome, seeds, BATCH)
-
-
-def outcome(seed: int) -> Failure | str:
-    try:
-        return check(seed)
-    except Failure as failure:
-        return failure
 
 
 def _bar(console: Console) -> Progress:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from torrential.worlds.sim.world import SimWorld
 INPUTS, HIDDEN, CLASSES = 5, 8, 3
 RATE = 0.05
 MOST_SAMPLES = 100
+BATCH = 20  # schedules that a process is given at a time
 
 
 class Failure(Exception):
@@ -64,6 +67,25 @@ def check(seed: int) -> str:
     raise Failure(
         seed, "\n".join([f"seed {seed}: {wrong}", str(schedule), "the last events:", *last(audit.events), again])
     )
+
+
+def outcomes(seeds: range, jobs: int) -> Iterator[Failure | str]:
+    if jobs == 1:
+        yield from map(outcome, seeds)
+        return
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,))
+    try:
+        yield from pool.map(outcome, seeds, chunksize=BATCH)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def outcome(seed: int) -> Failure | str:
+    """As of `check`, but what it raises is returned."""
+    try:
+        return check(seed)
+    except Failure as failure:
+        return failure
 
 
 def _traceback(error: BaseException | None) -> str:
