@@ -28,6 +28,10 @@ T = TypeVar("T")
 SERVERS = 1 << 16  # the address of server 0
 
 
+def role_name(address: int) -> str:
+    return f"worker {address}" if address < SERVERS else f"server {address - SERVERS}"
+
+
 class Handle(Protocol):
     """Something under way."""
 

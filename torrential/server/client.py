@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torrential.comm.protocol import SERVERS, Letter, Mail
+from torrential.comm.protocol import Letter, Mail, role_name
 from torrential.errors import BadInput, RunFailed, WaitedTooLong
 from torrential.server.messages import (
     LIFE_BITS,
@@ -364,7 +364,7 @@ class Client:
         if overdue is None:
             part = next(iter(pending.parts.values()))
             what = f"to answer a {pending.kind.__name__} of parameters from {part.start} on"
-            raise WaitedTooLong(f"server {part.server - SERVERS}", waited, what)
+            raise WaitedTooLong(role_name(part.server), waited, what)
         for server in sorted({part.server for part in pending.parts.values()}):
             overdue(server, waited)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from torrential.comm.protocol import SERVERS, Letter
+from torrential.comm.protocol import Letter, role_name
 from torrential.worlds.sim.comm import SimMessenger
 from torrential.worlds.sim.kernel import Role
 from torrential.worlds.sim.mail import SimMail
@@ -39,9 +39,7 @@ def _words(do: Callable[..., None], args: tuple[Any, ...]) -> str:
 
 
 def who(address: int) -> str:
-    if address < 0:
-        return "the world"
-    return f"worker {address}" if address < SERVERS else f"server {address - SERVERS}"
+    return "the world" if address < 0 else role_name(address)
 
 
 def _brief(value: Any) -> str:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from torrential.comm.messenger import Key
 from torrential.comm.outbox import Outgoing
-from torrential.comm.protocol import SERVERS, Handle, Part, Standing
+from torrential.comm.protocol import Handle, Part, Standing, role_name
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.schedules.base import Costs
 from torrential.config import RunConfig
 from torrential.errors import Regrouped, WaitedTooLong
 from torrential.worlds.sim.group import Group
-from torrential.worlds.sim.mail import ADD, COPY, HEADER, Hub, SimMail
+from torrential.worlds.sim.mail import ADD, COPY, HEADER, Hub, SimMail, as_now
 
 PAUSE_SECONDS = 1.0  # of virtual time, between looks at the clock
 MEMORY = 1e-10  # seconds per byte added up, where nothing else is known
@@ -48,11 +48,9 @@ class SimMessenger:
         receiver = hub.mails.get(to)
         if receiver is not None:
             assert isinstance(receiver, SimComm)
-            nbytes, as_now = HEADER, []
-            for tensor in tensors:
-                nbytes += 0 if comm.together else tensor.nbytes
-                as_now.append(tensor if tensor.is_meta else tensor.clone())
-            came = (self.rank, self.generation, tag), as_now
+            nbytes, copies = as_now(tensors)
+            nbytes = HEADER + (0 if comm.together else nbytes)
+            came = (self.rank, self.generation, tag), copies
             hub.network.send(comm.address, comm.host, to, receiver.host, nbytes, receiver.messenger.deliver, *came)
         return SENT
 
@@ -172,7 +170,7 @@ class SimComm(SimMail):
 
     def suspect(self, address: int, seconds: float) -> None:
         """Nobody hangs here, and who is dead is known: the two are cut off, or all wait for one another."""
-        raise WaitedTooLong(f"server {address - SERVERS}", seconds, "its answer")
+        raise WaitedTooLong(role_name(address), seconds, "its answer")
 
     def leave(self, last: Callable[[], None] | None = None) -> None:
         self._group.leave(self, last)

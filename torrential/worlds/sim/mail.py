@@ -32,6 +32,15 @@ T = TypeVar("T")
 SENT = Finished()  # the handle of every letter: it is on its way at once
 
 
+def as_now(tensors: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
+    """Their bytes, and copies of them as they are now; what has no contents need not be copied."""
+    nbytes, copies = 0, []
+    for tensor in tensors:
+        nbytes += tensor.nbytes
+        copies.append(tensor if tensor.is_meta else tensor.clone())
+    return nbytes, copies
+
+
 class Hub:
     """What all roles of one simulation have in common."""
 
@@ -155,16 +164,13 @@ class SimMail:
 
     # -- letters --------------------------------------------------------------------------------------------------
     def post(self, to: int, message: Any, tensors: Sequence[Tensor] = ()) -> Handle:
-        nbytes, as_now = 0, []
-        for tensor in tensors:
-            nbytes += tensor.nbytes
-            as_now.append(tensor if tensor.is_meta else tensor.clone())  # what has no contents need not be copied
+        nbytes, copies = as_now(tensors)
         self.meter.bytes_sent += nbytes
         if nbytes and self.hub.shared and self._here(to):
             if self.address < SERVERS:
                 self.work_on(COPY * nbytes)  # from where autograd left it to where the others see it
             nbytes = 0
-        self.hub.send(self, to, Letter(self.address, message, as_now), HEADER + nbytes)
+        self.hub.send(self, to, Letter(self.address, message, copies), HEADER + nbytes)
         return SENT
 
     def land(self, where: Callable[[Any], Sequence[Tensor] | None]) -> None:

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from torrential.comm.protocol import SERVERS
+from torrential.comm.protocol import SERVERS, role_name
 from torrential.worlds.sim.cluster import Network as Costs
 from torrential.worlds.sim.kernel import Kernel
-from torrential.worlds.sim.trace import IN, OUT, Trace, role_name
+from torrential.worlds.sim.trace import IN, OUT, Trace
 
 SMALL = 16_384  # bytes
 TINY = 1_024  # nothing to deal with

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from torrential.comm.protocol import SERVERS
+from torrential.comm.protocol import role_name
 from torrential.records import replace_file
 
 MOST = 2_000_000  # spans; what comes later is left out, and counted
@@ -51,7 +51,3 @@ def _name(thread: int) -> str:
     if thread < 0:
         return "NIC out" if thread == OUT else "NIC in"
     return role_name(thread)
-
-
-def role_name(address: int) -> str:
-    return f"worker {address}" if address < SERVERS else f"server {address - SERVERS}"
