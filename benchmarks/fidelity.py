@@ -8,20 +8,23 @@ python -m benchmarks.fidelity OUT --workers 1,2
 
 Rounds go on as long as another one fits into --seconds; the first is always finished. Written: OUT/fidelity.json with
 all that was measured, OUT/fidelity.md and, with matplotlib, OUT/fidelity.png. What OUT/fidelity.json has already is
-added to; with `--rounds 0` it is only predicted anew.
+added to; with `--rounds 0` it is only predicted anew, with `--only-measure` nothing is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import log
 from pathlib import Path
-from statistics import median
+from statistics import median, pstdev
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ from benchmarks.sync import NEVER, describe, machine
 from torrential.records import Step
 from torrential.strategies import STRATEGIES
 from torrential.tasks.digits import digits
+from torrential.worlds.local.servers import Servers
 from torrential.worlds.sim.mail import COPY, LOOK
 from torrential.worlds.sim.timed import update
 
@@ -46,21 +50,18 @@ UPDATE = update(1)  # SGD with momentum, or Adagrad
 PAUSE = 4.0  # times as long as others a batch takes now and then
 ALONE, BOTH = [("allreduce", 1)], [("allreduce", 2)]
 SERVED = [("downpour", 1), ("ssp", 1), ("backup", 1)]  # which do the same with one worker
-FITTED = ALONE + BOTH + SERVED
+SIDE_BY_SIDE = [("downpour", 2), ("ssp", 2)]  # which do not wait for each other
+FITTED = ALONE + BOTH + SERVED + SIDE_BY_SIDE
+SEEDS = 7  # simulated where workers differ, which the seed says; their median counts
 
 Key = tuple[str, str, int]  # task, strategy, workers
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Of a step: an update of the parameters."""
-
-    seconds: float
-    compute: float | None = (
-        None  # seconds of worker 0, in the mean, and all there is where a step is one of each worker
-    )
-    communicate: float | None = None
-    wait: float | None = None
+    seconds: float  # of a step: an update of the parameters
+    workers: list[list[float]]  # of a worker's own batch, in the mean: seconds of each of PARTS
+    server: float = 0.0  # its processor's seconds, for a batch
 
 
 Times = dict[Key, list[Timing]]  # by round
@@ -76,7 +77,9 @@ def predict(key: Key, cluster: dict[str, Any]) -> float:
     task = TASKS[key[0]]()
     task = replace(task, model=partial(_empty, task.model))
     here = {"hosts": 1, "workers_per_host": key[2]} | cluster
-    return _time(key, task, SIMULATED[key[0]], 0.0, NEVER, world="sim", cluster=here, gradients="off").seconds
+    seeds = range(SEEDS if cluster["compute"]["unlike"] else 1)
+    options = {"world": "sim", "cluster": here, "gradients": "off"}
+    return median(_time(key, task, SIMULATED[key[0]], 0.0, NEVER, seed=seed, **options).seconds for seed in seeds)
 
 
 def _empty(build: Callable[[], nn.Module]) -> nn.Module:
@@ -91,7 +94,7 @@ def _time(key: Key, task: tt.Task, steps: int, warmup: float, window: int, **opt
         options["backups"] = min(1, workers - 1)
     if strategy in ("downpour", "ssp"):
         steps *= workers  # each update is one worker's
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as directory, _server_seconds() as served:
         result = tt.train(
             task,
             strategy,
@@ -105,75 +108,143 @@ def _time(key: Key, task: tt.Task, steps: int, warmup: float, window: int, **opt
             progress=False,
             **options,
         )
-    records = [r for r in result.history if isinstance(r, Step) and r.worker == 0 and r.step >= warmup * steps]
-    window = min(window, len(records) - 1)
-    first, *others = records
+    everything = [r for r in result.history if isinstance(r, Step)]
+    by_worker = [[r for r in everything if r.worker == worker] for worker in range(workers)]
+    settled = [[r for r in own if r.step >= warmup * steps] for own in by_worker]
+    first = settled[0]
+    window = min(window, len(first) - 1)
     return Timing(
-        median((b.time - a.time) / (b.step - a.step) for a, b in zip(records, records[window:], strict=False)),
-        *(sum(getattr(r, part) for r in others) / (others[-1].step - first.step) for part in PARTS),
+        median((b.time - a.time) / (b.step - a.step) for a, b in zip(first, first[window:], strict=False)),
+        [_parts(own) for own in settled if len(own) > 1],
+        sum(served) / sum(_batches(own[-1]) for own in by_worker),
     )
+
+
+@contextmanager
+def _server_seconds() -> Iterator[list[float]]:
+    """What the processor did for the server of a run, while workers were training."""
+    found: list[float] = []
+    begin, dismiss = Servers.begin, Servers.dismiss
+
+    def began(self: Servers, *args: Any) -> None:
+        found.extend(-_processor(server.pid) for server in self._here.values())
+        begin(self, *args)
+
+    def dismissed(self: Servers) -> None:
+        found.extend(_processor(server.pid) for server in self._here.values())
+        dismiss(self)
+
+    Servers.begin, Servers.dismiss = began, dismissed  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Servers.begin, Servers.dismiss = begin, dismiss  # type: ignore[method-assign]
+
+
+def _processor(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _parts(own: list[Step]) -> list[float]:
+    batches = _batches(own[-1]) - _batches(own[0])
+    return [sum(getattr(record, part) for record in own[1:]) / batches for part in PARTS]
+
+
+def _batches(record: Step) -> int:
+    """Of this worker, so far: where each makes its own updates, they are counted by staleness."""
+    return sum(record.staleness.values()) + record.dropped or record.step
 
 
 # -- the machine --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Fit:
-    compute: dict[str, float]  # seconds of forward and backward, by task; so are the next two
-    contention: dict[str, float]
-    pause: dict[str, int]  # once in so many steps a worker takes PAUSE times as long
-    memory: float
-    latency: float
-    letter: float
+class Kind:
+    """Of strategies, with one task: what workers do besides forward and backward is not the same."""
 
-    def cluster(self, task: str, cores: int) -> dict[str, Any]:
+    compute: float  # seconds of forward and backward, without pauses
+    pause: int  # once in so many steps a worker takes PAUSE times as long
+    contention: float
+    unlike: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    kinds: dict[str, dict[str, Kind]]  # by task, then "allreduce" or "served"
+    memory: float
+    letter: float
+    request: float
+
+    def cluster(self, key: Key, cores: int) -> dict[str, Any]:
+        kind = self.kinds[key[0]]["served" if STRATEGIES[key[1]].served else "allreduce"]
         return {
             "compute": {
-                "seconds_per_step": self.compute[task],  # batches are all of one size
+                "seconds_per_step": kind.compute,  # batches are all of one size
                 "seconds_per_sample": 1e-12,
+                "unlike": kind.unlike,
             },
-            "stragglers": [{"factor": PAUSE, "every": self.pause[task]}],
-            "network": {"inside_latency": self.latency},
+            "stragglers": [{"factor": PAUSE, "every": kind.pause}],
+            "network": {"inside_latency": kind.latency},
             "inside": {
                 "cores": cores,
-                "contention": self.contention[task],
+                "contention": kind.contention,
                 "letter": self.letter,
+                "request": self.request,
                 "memory": self.memory,
             },
         }
 
 
 def fit(times: Times) -> Fit:
-    """From `allreduce` with one and two workers, and what has a server with one.
+    """From `allreduce` with one and two workers, what has a server with one, and `downpour` and `ssp` with two.
 
     A step takes, for a model of b bytes at m seconds per byte read or written, and g seconds of gradients, with pauses:
 
         allreduce, 1 worker    g + 5mb                                              update
-        served, 1 worker       g + (3 + 1 + 5 + 3) mb + 4 (latency + letter)        copy, look, update, copy
-                               communicate and wait 4 (latency + letter), of digits
         allreduce, 2 workers   compute (g + (6 + 5)/2 mb) (1 + contention)          keep a copy of half, update it
-                               communicate 3 latency, of digits                     meet three times
+                               communicate 3 latency + 2 letter, of digits          meet three times, read sum and vote
                                wait (PAUSE - 1) / pause of a batch                  for the other's pauses
+        served, 1 worker       compute g + (3 + 3) mb                               copy what is pushed and pulled
+                               communicate 2 letter, of digits                      ask for samples, push
+                               in all besides computing (1 + 5) mb                  look, update
+                               + 4 latency + 2 letter + 2 request
+        served, 2 workers      compute (1 + contention) times that of one
+                               the server's processor 2 request, of digits
 
-    The MLP is large enough for bytes to count and letters not to; with digits it is the other way round.
+    The MLP is large enough for bytes to count and letters not to; with digits it is the other way round. How much
+    workers differ is seen in those with a server; others wait for one another, which is in the pauses.
     """
 
-    def found(runs: list[tuple[str, int]], part: str = "seconds") -> dict[str, float]:
-        known = {task: [getattr(t, part) for run in runs for t in times.get((task, *run), [])] for task in TASKS}
-        return {task: median(s for s in seconds if s is not None) for task, seconds in known.items()}
+    def parts(task: str, runs: list[tuple[str, int]]) -> list[list[float]]:
+        return [worker for run in runs for timing in times[task, *run] for worker in timing.workers]
 
-    alone, served = found(ALONE), found(SERVED)
-    computing, meeting, waiting = (found(BOTH, part) for part in PARTS)
-    either = (found(SERVED, "communicate")["digits"] + found(SERVED, "wait")["digits"]) / 4  # latency + letter
-    latency = meeting["digits"] / 3
-    letter = max(0.0, either - latency)
+    def computing(task: str, runs: list[tuple[str, int]]) -> float:
+        return median(compute for compute, _, _ in parts(task, runs))
+
+    letter = median(talk for _, talk, _ in parts("digits", SERVED)) / 2
+    request = median(timing.server for run in SIDE_BY_SIDE for timing in times["digits", *run]) / 2
+    rest = {task: median(talk + wait for _, talk, wait in parts(task, SERVED)) for task in TASKS}
+    meeting = median(talk for _, talk, _ in parts("digits", BOTH))
+    to_each_other = max(0.0, meeting - 2 * letter) / 3
+    to_the_server = max(0.0, rest["digits"] - 2 * letter - 2 * request) / 4
     nbytes = 4 * sum(p.numel() for p in WORKLOADS["mlp"].build().parameters())
-    memory = (served["mlp"] - alone["mlp"] - 4 * either) / (2 * COPY + LOOK) / nbytes
-    once = {"digits": 0.0, "mlp": memory * nbytes}
-    compute = {task: alone[task] - UPDATE * once[task] for task in TASKS}
-    both = {task: compute[task] + (2 * COPY + UPDATE) / 2 * once[task] for task in TASKS}
-    contention = {task: max(0.0, computing[task] / both[task] - 1) for task in TASKS}
-    quick = {task: compute[task] - waiting[task] for task in TASKS}  # without pauses
-    pause = {task: max(1, round((PAUSE - 1) * quick[task] / waiting[task])) for task in TASKS}
-    return Fit(quick, contention, pause, memory, latency, letter)
+    memory = (rest["mlp"] - rest["digits"]) / (LOOK + UPDATE) / nbytes
+    kinds = {}
+    for task, once in (("digits", 0.0), ("mlp", memory * nbytes)):
+        alone = median(timing.seconds for timing in times[task, *ALONE[0]]) - UPDATE * once
+        held_up = median(wait for _, _, wait in parts(task, BOTH)) / alone  # as a share
+        quick, pause = 1 - held_up, max(1, round((PAUSE - 1) * (1 - held_up) / held_up))
+        both = alone + (2 * COPY + UPDATE) / 2 * once
+        contention = max(0.0, computing(task, BOTH) / both - 1)
+        one, two = computing(task, SERVED), computing(task, SIDE_BY_SIDE)
+        unlike = [log(w[0] / one) for w in parts(task, SERVED)] + [log(w[0] / two) for w in parts(task, SIDE_BY_SIDE)]
+        kinds[task] = {
+            "allreduce": Kind(alone * quick, pause, contention, 0.0, to_each_other),
+            "served": Kind(
+                (one - 2 * COPY * once) * quick, pause, max(0.0, two / one - 1), pstdev(unlike), to_the_server
+            ),
+        }
+    return Fit(kinds, memory, letter, request)
 
 
 # -- results ------------------------------------------------------------------------------------------------------
@@ -192,12 +263,13 @@ def markdown(times: Times, predicted: dict[Key, float], found: Fit, host: dict[s
     rest = [abs(error) for key, error in errors.items() if key[1:] not in FITTED]
     rounds = max(map(len, times.values()))
     about = [
-        f"{task}: forward and backward {_ms(found.compute[task])} ms, contention {found.contention[task]:.2f}, "
-        f"a pause in {found.pause[task]} steps"
+        f"{task}, {name}: forward and backward {_ms(kind.compute)} ms, contention {kind.contention:.2f}, "
+        f"a pause in {kind.pause} steps, unlike {kind.unlike:.2f}, latency {1e6 * kind.latency:.0f} µs"
         for task in TASKS
+        for name, kind in found.kinds[task].items()
     ]
-    about.append(f"{1e9 * found.memory:.3f} ns per byte of memory")
-    about.append(f"latency {1e6 * found.latency:.0f} µs, letter {1e6 * found.letter:.0f} µs, {host['cores']} cores")
+    about.append(f"{1e9 * found.memory:.3f} ns per byte of memory, {host['cores']} cores")
+    about.append(f"letter {1e6 * found.letter:.0f} µs, request {1e6 * found.request:.0f} µs")
     return "\n".join(
         [
             f"Milliseconds per step, medians of up to {rounds} interleaved rounds. {describe(host)}.",
@@ -257,6 +329,7 @@ def main() -> None:
     parser.add_argument("--strategies", default="allreduce,downpour,ssp,backup")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=420.0, help="for all measurements")
+    parser.add_argument("--only-measure", action="store_true", help="write what was measured, and predict elsewhere")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     raw = given.out / "fidelity.json"
@@ -266,14 +339,19 @@ def main() -> None:
         (r["task"], r["strategy"], r["workers"]): [Timing(**t) for t in r["measured"]] for r in known["results"]
     }
     names, counts = given.strategies.split(","), [int(count) for count in given.workers.split(",")]
-    _measure_all(times, [(task, name, count) for task in TASKS for name in names for count in counts], given)
+    keys = [(task, name, count) for task in TASKS for name in names for count in counts]
+
+    def keep(**more: Any) -> None:
+        raw.write_text(json.dumps({"machine": host, "command": command, **more}, indent=1) + "\n")
+
+    for _ in _measure_all(times, keys, given):
+        keep(results=_results(times, {}))  # a prediction can be made again, a measurement not
+    if given.only_measure:
+        return
     found = fit(times)
     print(found, flush=True)
-    clusters = {task: found.cluster(task, host["cores"]) for task in TASKS}
-    whole = {"machine": host, "command": command, "clusters": clusters, "results": _results(times, {})}
-    raw.write_text(json.dumps(whole, indent=1) + "\n")  # a prediction can be made again, a measurement not
-    predicted = {key: predict(key, clusters[key[0]]) for key in times}
-    raw.write_text(json.dumps(whole | {"results": _results(times, predicted)}, indent=1) + "\n")
+    predicted = {key: predict(key, found.cluster(key, host["cores"])) for key in times}
+    keep(fitted=asdict(found), results=_results(times, predicted))
     text = markdown(times, predicted, found, host, command)
     (given.out / "fidelity.md").write_text(text)
     draw(times, predicted, given.out / "fidelity.png")
@@ -293,7 +371,8 @@ def _results(times: Times, predicted: dict[Key, float]) -> list[dict[str, Any]]:
     ]
 
 
-def _measure_all(times: Times, keys: list[Key], given: argparse.Namespace) -> None:
+def _measure_all(times: Times, keys: list[Key], given: argparse.Namespace) -> Iterator[None]:
+    """Stops after each."""
     if given.rounds:
         measure(keys[0])  # the first run finds nothing warm
     began, longest = time.monotonic(), 0.0
@@ -305,6 +384,7 @@ def _measure_all(times: Times, keys: list[Key], given: argparse.Namespace) -> No
             times.setdefault(key, []).append(measure(key))
             at = time.monotonic() - began
             print(f"{at:4.0f} s  {key[0]:7}{key[1]:10}{key[2]:3} {1e3 * times[key][-1].seconds:8.2f} ms", flush=True)
+            yield
         longest = max(longest, time.monotonic() - round_began)
 
 

@@ -25,6 +25,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, Literal
@@ -53,6 +54,8 @@ class Compute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of the time from step to step, around the same mean."""
     shape: Positive = 0.3
     """Of the spread: sigma of lognormal; the exponent of pareto, above 1."""
+    unlike: Annotated[float, Meta(ge=0, le=10)] = 0.0
+    """By how much workers differ from one another for the whole run: sigma of a lognormal, drawn by the seed."""
 
     def __post_init__(self) -> None:
         if self.spread == "lognormal" and self.shape > 10:
@@ -83,6 +86,8 @@ class Inside(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     letter: Seconds = 0.0
     """That a letter takes whoever reads it, whatever is in it; in shared memory, what each of the others has put there
     for a sum or a vote."""
+    request: Seconds = 0.0
+    """That a worker's request takes a server, besides what it does with tensors."""
     memory: Seconds | None = None
     """Per byte that is read or written, where roles of one host share memory, as with transport=shared: tensors stay
     where they are, and whoever copies, adds up or updates them (in allreduce its own slice) takes its own time for it.
@@ -189,10 +194,17 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         compute, factor = self.compute, 1.0
         if compute.spread != "none":
             factor = _spread(compute, Random(f"spread {seed} {worker} {batch}"))
+        if compute.unlike:
+            factor *= _unlike(compute.unlike, seed, worker)
         for number, straggler in enumerate(self.stragglers):
             if straggler.worker in (None, worker) and _slow_now(straggler, f"{number} {seed} {worker}", batch):
                 factor *= straggler.factor
         return factor
+
+
+@lru_cache(maxsize=4096)
+def _unlike(sigma: float, seed: int, worker: int) -> float:
+    return Random(f"unlike {seed} {worker}").lognormvariate(0.0, sigma)
 
 
 def _spread(compute: Compute, random: Random) -> float:

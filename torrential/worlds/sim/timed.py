@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torrential.comm.protocol import Handle, Letter
 from torrential.params.home import Finished, Home, Update, state_keys
-from torrential.server.messages import Done
+from torrential.server.messages import Done, Request
 from torrential.server.role import Server
 from torrential.worlds.sim.comm import SimComm
 from torrential.worlds.sim.mail import ADD, COPY, LOOK, SimMail
@@ -74,7 +74,8 @@ class TimedServer(Server):
         said = self.comm.held = []
         super().handle(letter)
         self.comm.held = None
-        self.comm.work(self.comm.hub.cluster.inside.letter)
+        inside = self.comm.hub.cluster.inside
+        self.comm.work(inside.request if isinstance(letter.message, Request) else inside.letter)
         self.comm.work_on(LOOK * sum(t.nbytes for t in letter.tensors) + self._traffic(before, said))
         self.comm.span("serve", began)
         for to, message, tensors in said:
