@@ -33,6 +33,7 @@ from torch import nn
 import torrential as tt
 from benchmarks.models import WORKLOADS, mlp
 from benchmarks.sync import NEVER, describe, machine
+from torrential.comm.post import BRISK_SECONDS
 from torrential.records import Step
 from torrential.strategies import STRATEGIES
 from torrential.tasks.digits import digits
@@ -222,7 +223,8 @@ def fit(times: Times) -> Fit:
         return median(compute for compute, _, _ in parts(task, runs))
 
     letter = median(talk for _, talk, _ in parts("digits", SERVED)) / 2
-    request = median(timing.server for run in SIDE_BY_SIDE for timing in times["digits", *run]) / 2
+    busy = median(timing.server for run in SIDE_BY_SIDE for timing in times["digits", *run] if timing.server)
+    request = max(0.0, busy - BRISK_SECONDS) / 2
     rest = {task: median(talk + wait for _, talk, wait in parts(task, SERVED)) for task in TASKS}
     meeting = median(talk for _, talk, _ in parts("digits", BOTH))
     to_each_other = max(0.0, meeting - 2 * letter) / 3
