@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,15 @@ def test_spreads_keep_the_mean(spread: str) -> None:
     assert sum(factors) / len(factors) == pytest.approx(1.0, rel=0.05)
     assert (len(set(factors)) == 1) == (spread == "none")
     assert factors[:5] == [cluster.factor(0, 1, batch) for batch in range(5)]
+
+
+def test_unlike_workers_differ_for_the_whole_run_and_by_the_seed() -> None:
+    cluster = Cluster(compute=Compute(unlike=0.2))
+    factors = [cluster.factor(0, worker, 0) for worker in range(2000)]
+    assert factors == [cluster.factor(0, worker, 77) for worker in range(2000)]
+    assert statistics.pstdev(map(math.log, factors)) == pytest.approx(0.2, rel=0.05)
+    assert statistics.median(factors) == pytest.approx(1.0, rel=0.02)
+    assert cluster.factor(1, 0, 0) != factors[0]
 
 
 def test_a_straggler_is_slow_for_good_or_once_in_so_many_steps() -> None:

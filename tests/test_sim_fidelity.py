@@ -18,7 +18,8 @@ from torrential.worlds.sim.kernel import Kernel, Role
 from torrential.worlds.sim.mail import ADD, COPY, LOOK
 from torrential.worlds.sim.timed import update
 
-COMPUTE, MEMORY, LATENCY, LETTER = 0.032, 1e-6, 1e-4, 1e-3  # seconds: of a batch, a byte, a message, a letter
+COMPUTE, MEMORY, LATENCY = 0.032, 1e-6, 1e-4  # seconds: of a batch, a byte, a message
+LETTER, REQUEST = 1e-3, 3e-3  # that a letter takes a worker, and a request a server
 NBYTES = 4 * sum(p.numel() for p in digits_mlp().model().parameters())
 PASS = NBYTES * MEMORY  # once over the vector
 UPDATE = update(1)  # SGD with momentum, or Adagrad
@@ -71,7 +72,7 @@ def simulate(out: Path, strategy: str, workers: int, **more: Any) -> Any:
         "workers_per_host": workers,
         "compute": {"seconds_per_sample": COMPUTE / 32},
         "network": {"inside_latency": LATENCY},
-        "inside": {"memory": MEMORY, "letter": LETTER},
+        "inside": {"memory": MEMORY, "letter": LETTER, "request": REQUEST},
     }
     options = {"steps": 6, "epochs": 99, "gradients": "off", "cluster": cluster} | more
     return tt.train(
@@ -96,13 +97,13 @@ def test_members_copy_and_add_up_what_is_not_theirs_and_update_what_is(workers: 
 
 @pytest.mark.parametrize("strategy", ["downpour", "ssp"])
 def test_a_push_is_copied_looked_at_and_applied_and_a_pull_is_copied(strategy: str, tmp_path: Path) -> None:
-    expected = COMPUTE + PASS * (COPY + LOOK + UPDATE + COPY) + 4 * (LATENCY + LETTER)
+    expected = COMPUTE + PASS * (COPY + LOOK + UPDATE + COPY) + 4 * LATENCY + 2 * (LETTER + REQUEST)
     assert step_seconds(simulate(tmp_path / "run", strategy, 1)) == pytest.approx(expected, rel=1e-3)
 
 
 def test_servers_add_up_the_pushes_of_a_clock_and_look_at_each(tmp_path: Path) -> None:
     """All three come at once, so the server looks at them in turn; then it answers all at once."""
-    expected = COMPUTE + PASS * (COPY + 3 * LOOK + 2 * ADD + UPDATE + COPY) + 4 * LATENCY + (3 + 1 + 3 + 1) * LETTER
+    expected = COMPUTE + PASS * (COPY + 3 * LOOK + 2 * ADD + UPDATE + COPY) + 4 * LATENCY + 2 * (3 * REQUEST + LETTER)
     assert step_seconds(simulate(tmp_path / "run", "bsp", 3)) == pytest.approx(expected, rel=1e-3)
 
 

@@ -34,7 +34,7 @@ class View(msgspec.Struct, frozen=True, tag=True):
 
 
 # -- requests of workers ------------------------------------------------------------------------------------------
-class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):
     seq: int
     clock: int
     view: int  # the version it was addressed by
@@ -98,7 +98,7 @@ class Call(Request, frozen=True, kw_only=True):
 
 
 # -- answers ------------------------------------------------------------------------------------------------------
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):
     seq: int
     start: int = 0  # as in the request, so is `view`
     view: int = 0

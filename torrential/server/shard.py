@@ -24,7 +24,7 @@ from torrential.server.messages import Span, State
 from torrential.server.optimizer import RangeOptimizer, Scalars, Store
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True):
+class Asked(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A worker's request that an operation carries out."""
 
     worker: int
@@ -35,7 +35,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     lease: int = 0
 
 
-class Operation(msgspec.Struct, frozen=True, array_like=True):
+class Operation(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: str  # the method of Shard, less its underscore
     asked: tuple[Asked, ...] = ()
     spans: tuple[Span, ...] = ()
@@ -49,7 +49,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     options: dict[str, Any] = {}
 
 
-class Outcome(msgspec.Struct, frozen=True, array_like=True):
+class Outcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a request came to; see messages.Done."""
 
     version: int = 0

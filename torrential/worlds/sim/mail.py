@@ -72,7 +72,7 @@ class Hub:
         if receiver is None:
             return  # gone; whoever is told of it sends again to another
         if self._reliable:
-            self._send(sender, receiver, letter, nbytes)
+            self.network.send(sender.address, sender.host, to, receiver.host, nbytes, receiver.deliver, letter)
         else:
             self._risk(sender, receiver, letter, nbytes)
 
@@ -177,13 +177,14 @@ class SimMail:
         """Nothing comes as bytes here."""
 
     def deliver(self, letter: Letter) -> None:
-        if isinstance(letter.message, View) and letter.message.version > self.view.version:
+        if type(letter.message) is View and letter.message.version > self.view.version:
             self.view = letter.message
         if self._reader is None:
             self._inbox.append(letter)
             self.role.wake()
             return
-        self._waited(letter)
+        if self.address < SERVERS:
+            self._waited(letter)
         try:
             self._enough = bool(self._reader(letter))
         except Exception as error:
@@ -233,13 +234,17 @@ class SimMail:
         return letter
 
     def _waited(self, letter: Letter | None) -> None:
-        """Until this came."""
+        """A worker, until this came; what a server waits is of no interest."""
         began = self._since
         now = self._since = self.hub.kernel.now
         if now > began and self.address < SERVERS:
-            self.span("wait", began)
-            waited, nbytes = now - began, 0 if letter is None else sum(t.nbytes for t in letter.tensors)
-            handling = min(waited, nbytes * self.hub.cluster.network.handling)
+            if self.hub.trace is not None:
+                self.span("wait", began)
+            waited, handling = now - began, 0.0
+            if letter is not None:
+                for tensor in letter.tensors:
+                    handling += tensor.nbytes * self.hub.cluster.network.handling
+                handling = min(waited, handling)
             self.meter.communicate += handling
             self.meter.wait += waited - handling
 

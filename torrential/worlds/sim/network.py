@@ -25,9 +25,6 @@ SMALL = 16_384  # bytes
 TINY = 1_024  # nothing to deal with
 
 
-Pair = tuple[int, int]  # the addresses of a sender and a receiver
-
-
 class Line:
     """One direction of a NIC, or of a role's memory."""
 
@@ -39,11 +36,53 @@ class Line:
     def take(self, now: float, nbytes: int) -> float:
         """From now on, or after those before it; returns when the first byte goes."""
         seconds = nbytes / self.bandwidth
-        start = now if nbytes <= SMALL else max(now, self.free_at)
-        if nbytes > SMALL:
-            self.free_at = start + seconds
         self.busy += seconds
+        if nbytes <= SMALL:
+            return now
+        start = max(now, self.free_at)
+        self.free_at = start + seconds
         return start
+
+
+class Desk:
+    """Where a role deals with what has come."""
+
+    __slots__ = ("free_at",)
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+
+class Path:
+    """From one role to another, and what is on it."""
+
+    __slots__ = (
+        "backlog",
+        "coming",
+        "coming_till",
+        "desk",
+        "from_host",
+        "into",
+        "last",
+        "leaving",
+        "out",
+        "source",
+        "to",
+        "to_host",
+    )
+
+    def __init__(self, source: int, from_host: int, to: int, to_host: int) -> None:
+        self.source, self.from_host, self.to, self.to_host = source, from_host, to, to_host
+        self.out: Line
+        self.into: Line | None  # None inside a host
+        self.desk: Desk
+        self.last = 0.0  # when the last message was delivered
+        self.leaving = 0.0  # when the last large message has left the sender's NIC
+        self.coming, self.coming_till = 0, 0.0  # how many are on the way to the receiver's NIC, and till when
+        self.backlog: deque[Sending] = deque()  # what waits for the sender's NIC
+
+
+Sending = tuple[int, Callable[..., None], tuple[Any, ...]]  # bytes, and whom to tell that they are there
 
 
 class Network:
@@ -52,11 +91,8 @@ class Network:
         self._out: dict[int, Line] = {}  # by host
         self._in: dict[int, Line] = {}
         self._inside: dict[int, Line] = {}  # by the address of the sender
-        self._handled: dict[int, float] = {}  # by address: when the last that came will have been dealt with
-        self._coming: dict[Pair, tuple[int, float]] = {}  # by pair: how many are on the way, and till when
-        self._last: dict[Pair, float] = {}  # by pair of addresses: when the last message was delivered
-        self._leaving: dict[Pair, float] = {}  # when the last large message of a pair has left the sender's NIC
-        self._backlog: dict[Pair, deque[tuple[Any, ...]]] = {}  # what waits for that
+        self._desks: dict[int, Desk] = {}  # by address
+        self._paths: dict[tuple[int, int], Path] = {}  # by the addresses of sender and receiver
         self._held: dict[frozenset[int], float] = {}  # sides of partitions: until when
         self._slow: list[tuple[frozenset[int], float]] = []  # sides of slow links, and what they add
         self.messages = 0
@@ -68,99 +104,82 @@ class Network:
         """`deliver(*args)` is called when all of it is there."""
         self.messages += 1
         self.bytes += nbytes
-        now, costs = self._kernel.now, self._costs
+        path = self._paths.get((source, to))
+        if path is None:
+            path = self._path(source, from_host, to, to_host)
+        now, what = self._kernel.now, (nbytes, deliver, args)
+        if path.into is None:
+            start = path.out.take(now, nbytes) + self._costs.inside_latency
+            self._deliver(path, start + nbytes / path.out.bandwidth, what)
+        elif path.backlog or (nbytes > SMALL and path.leaving > now):
+            self._queue(path, what)
+        else:
+            self._leave(path, what)
+
+    def _path(self, source: int, from_host: int, to: int, to_host: int) -> Path:
+        path = self._paths[source, to] = Path(source, from_host, to, to_host)
+        path.desk = self._desks.setdefault(to, Desk())
         if from_host == to_host:
-            line = self._inside.get(source) or self._inside.setdefault(source, Line(costs.inside_bandwidth))
-            start = line.take(now, nbytes) + costs.inside_latency
-            self._deliver(source, to, to_host, start + nbytes / line.bandwidth, nbytes, deliver, args)
-            return
-        pair = source, to
-        if pair in self._backlog or (nbytes > SMALL and self._leaving.get(pair, 0.0) > now):
-            self._queue(pair, from_host, to_host, nbytes, deliver, args)
+            path.out, path.into = self._inside.setdefault(source, Line(self._costs.inside_bandwidth)), None
         else:
-            self._leave(pair, from_host, to_host, nbytes, deliver, args)
+            path.out = self._out.setdefault(from_host, Line(self._costs.bandwidth))
+            path.into = self._in.setdefault(to_host, Line(self._costs.bandwidth))
+        return path
 
-    def _queue(self, pair: Pair, *rest: Any) -> None:
-        """Behind those of the same pair, of which one at a time is on the line."""
-        if pair not in self._backlog:
-            self._backlog[pair] = deque()
-            self._kernel.at(self._leaving[pair], self._next, pair)
-        self._backlog[pair].append(rest)
+    def _queue(self, path: Path, what: Sending) -> None:
+        """Behind those of the same path, of which one at a time is on the line."""
+        if not path.backlog:
+            self._kernel.at(path.leaving, self._next, path)
+        path.backlog.append(what)
 
-    def _next(self, pair: Pair) -> None:
-        backlog = self._backlog[pair]
-        self._leave(pair, *backlog.popleft())
-        if backlog:
-            self._kernel.at(max(self._kernel.now, self._leaving[pair]), self._next, pair)
-        else:
-            del self._backlog[pair]
+    def _next(self, path: Path) -> None:
+        what = path.backlog[0]
+        self._leave(path, what)
+        path.backlog.popleft()
+        if path.backlog:
+            self._kernel.at(max(self._kernel.now, path.leaving), self._next, path)
 
-    def _leave(
-        self,
-        pair: Pair,
-        from_host: int,
-        to_host: int,
-        nbytes: int,
-        deliver: Callable[..., None],
-        args: tuple[Any, ...],
-    ) -> None:
-        (source, to), now, costs = pair, self._kernel.now, self._costs
-        line = self._out.get(from_host) or self._out.setdefault(from_host, Line(costs.bandwidth))
+    def _leave(self, path: Path, what: Sending) -> None:
+        nbytes, now, line = what[0], self._kernel.now, path.out
         start = line.take(now, nbytes)
         if nbytes > SMALL:
-            self._leaving[pair] = line.free_at
+            path.leaving = line.free_at
         if self._trace is not None:
-            self._trace.span(from_host, OUT, f"to {to_host}", start, start + nbytes / line.bandwidth)
-        start += costs.latency
+            self._trace.span(path.from_host, OUT, f"to {path.to_host}", start, start + nbytes / line.bandwidth)
+        start += self._costs.latency
         if self._held or self._slow:
-            start = self._across(from_host, to_host, start)
+            start = self._across(path.from_host, path.to_host, start)
             if start == inf:
                 return
-        if nbytes <= SMALL and pair not in self._coming:
-            self._deliver(source, to, to_host, start + nbytes / line.bandwidth, nbytes, deliver, args)
+        if nbytes <= SMALL and not path.coming:
+            self._deliver(path, start + nbytes / line.bandwidth, what)
             return
-        count, last = self._coming.get(pair, (0, 0.0))
-        start = max(start, last)
-        self._coming[pair] = count + 1, start
-        self._kernel.after(start - now, self._arrive, source, to, to_host, nbytes, deliver, args)
+        start = max(start, path.coming_till)
+        path.coming, path.coming_till = path.coming + 1, start
+        self._kernel.after(start - now, self._arrive, path, what)
 
-    def _arrive(
-        self, source: int, to: int, to_host: int, nbytes: int, deliver: Callable[..., None], args: tuple[Any, ...]
-    ) -> None:
+    def _arrive(self, path: Path, what: Sending) -> None:
         """The first byte has come."""
-        pair = source, to
-        count, last = self._coming[pair]
-        if count > 1:
-            self._coming[pair] = count - 1, last
-        else:
-            del self._coming[pair]
-        line = self._in.get(to_host) or self._in.setdefault(to_host, Line(self._costs.bandwidth))
+        path.coming -= 1
+        nbytes, line = what[0], path.into
+        assert line is not None
         start = line.take(self._kernel.now, nbytes)
         if self._trace is not None:
-            self._trace.span(to_host, IN, "arrives", start, start + nbytes / line.bandwidth)
-        self._deliver(source, to, to_host, start + nbytes / line.bandwidth, nbytes, deliver, args)
+            self._trace.span(path.to_host, IN, "arrives", start, start + nbytes / line.bandwidth)
+        self._deliver(path, start + nbytes / line.bandwidth, what)
 
-    def _deliver(
-        self,
-        source: int,
-        to: int,
-        to_host: int,
-        when: float,
-        nbytes: int,
-        deliver: Callable[..., None],
-        args: tuple[Any, ...],
-    ) -> None:
+    def _deliver(self, path: Path, when: float, what: Sending) -> None:
         """All of it is there at `when`."""
-        pair = source, to
-        last = self._last.get(pair, 0.0)
-        if last > when:
-            when = last
+        nbytes, deliver, args = what
+        if path.last > when:
+            when = path.last
         if nbytes > TINY and self._costs.handling:
-            start = max(when, self._handled.get(to, 0.0))
-            when = self._handled[to] = start + nbytes * self._costs.handling
-            if self._trace is not None and to >= SERVERS:
-                self._trace.span(to_host, to, f"from {role_name(source)}", start, when)
-        self._last[pair] = when
+            desk = path.desk
+            start = max(when, desk.free_at)
+            when = desk.free_at = start + nbytes * self._costs.handling
+            if self._trace is not None and path.to >= SERVERS:
+                self._trace.span(path.to_host, path.to, f"from {role_name(path.source)}", start, when)
+        path.last = when
         self._kernel.at(when, deliver, *args)  # not after a difference, which would be rounded
 
     # -- faults ---------------------------------------------------------------------------------------------------

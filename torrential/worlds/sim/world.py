@@ -34,7 +34,7 @@ from torrential.worlds.sim.views import Views
 TICK_SECONDS = 0.1  # real ones, between two looks of whoever watches
 MEASURED = 5  # batches, to find out how long one takes here
 YOUNG = 10_000  # objects before the youngest of them are looked through for garbage: messages are no garbage in cycles
-YOUNG_AND_EMPTY = 100_000  # the same where none of them can keep a tensor's memory
+YOUNG_AND_EMPTY = 1_000_000  # the same where none of them can keep a tensor's memory
 
 
 class Watch(Protocol):
