@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.console import Console
 
 from torrential.config import RunConfig, Settings
 from torrential.records import (
@@ -21,7 +23,11 @@ from torrential.records import (
     read_records,
     write_manifest,
 )
+from torrential.study.ask import Asked, Question, make_specs
+from torrential.study.plan import Trial
 from torrential.study.results import DIVERGED, Entry, Run, Study
+from torrential.study.show import show
+from torrential.study.verdict import judge
 
 TARGET = 0.9
 EPOCH = 1000  # samples
@@ -152,3 +158,44 @@ def study(times: dict[str, Sequence[float | None]], **different: Any) -> Study:
 
 def content(directory: Path) -> list[Record]:
     return read_records(directory / RECORDS)
+
+
+# -- studies of them -------------------------------------------------------------------------------------------------
+def asked(**different: Any) -> Asked:
+    given = {"task": "digits", "strategies": ["allreduce,ssp"], "target": TARGET, "trials": 3, "workers": [2]}
+    return Asked(**given | different)
+
+
+def question(**different: Any) -> Question:
+    what = asked(**different)
+    return Question(
+        torrential="0.1.0",
+        digest="",
+        created="2026-01-01T00:00:00+00:00",
+        command=["torrential", "compare"],
+        asked=what,
+        entries=make_specs(what),
+        task="digits",
+        metric="accuracy",
+        maximize=True,
+        interval=None,
+    )
+
+
+class Unseen:
+    def planned(self, runs: int, done: int) -> None: ...
+
+    def begins(self, trial: Trial) -> None: ...
+
+    def ended(self, trial: Trial) -> None: ...
+
+
+def fake(trial: Trial, time: float | None = 1.0, **how: Any) -> None:
+    spec = trial.spec
+    write_run(trial.directory, config(spec.strategy, workers=spec.workers, seed=trial.seed), time, **how)
+
+
+def shown(found: Study, width: int = 200) -> str:
+    console = Console(file=StringIO(), width=width)
+    show(found, judge(found), console)
+    return console.file.getvalue()  # type: ignore[attr-defined]

@@ -432,13 +432,13 @@ def test_pieces_of_a_vector_are_cut_once_and_let_go_of_with_it():
 
     def program(client, comm):
         vector, other = torch.zeros(64), torch.ones(64)
-        pieces = [[part.tensors[0] for part in client._split(vector)] for _ in range(2)]
+        pieces = [[part.tensors[0] for part in client._cutter.split(vector)] for _ in range(2)]
         assert all(a is b for a, b in zip(*pieces, strict=True)) and len(pieces[0]) == 2
         vector.data = other
-        assert all(part.tensors[0].min() == 1 for part in client._split(vector))
-        assert len(client._pieces) == 1
+        assert all(part.tensors[0].min() == 1 for part in client._cutter.split(vector))
+        assert len(client._cutter._pieces) == 1
         del vector
-        return len(client._pieces)
+        return len(client._cutter._pieces)
 
     cluster.work(0, program)
     hub.run()

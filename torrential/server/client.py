@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from torrential.comm.protocol import Letter, Mail, role_name
-from torrential.errors import BadInput, RunFailed, WaitedTooLong
+from torrential.errors import RunFailed, WaitedTooLong
+from torrential.server.cutting import Cutter, Part, Pieces
 from torrential.server.messages import (
     LIFE_BITS,
     Add,
@@ -30,7 +30,6 @@ from torrential.server.messages import (
     Pull,
     Push,
     Put,
-    Range,
     Refused,
     Request,
     Save,
@@ -43,7 +42,6 @@ from torrential.server.ring import find
 AGAIN = 0.25  # of the timeout: how long after a complaint about a server the next one follows
 LAST = 1 << 32  # the number that the last checkpoints come after
 JOINING = -1  # the clock of a worker that has not begun; nothing waits for it, and it waits for nothing
-Pieces = Tensor | Sequence[tuple[int, Tensor]]  # the whole vector, or flat parts of it with the keys they begin at
 
 
 class Answer(NamedTuple):
@@ -79,13 +77,12 @@ class Client:
         silence after which requests are sent again; None where the world loses letters only with whoever dies."""
         self.comm, self.numel, self.dtype = comm, numel, dtype
         self.timeout, self._resend, self._overdue = timeout, resend, overdue
-        self._view: View = comm.view
-        self._seq = self._view.version << LIFE_BITS  # its next life will have seen a newer view
+        self._cutter = Cutter(comm.view, numel)
+        self._seq = comm.view.version << LIFE_BITS  # its next life will have seen a newer view
         self._unanswered: dict[int, Pending] = {}  # by number, in ascending order
         self._versions: dict[int, int] = {}  # of the parameters last read, by the start of the range
         self._marked = self._saved = 0  # the newest checkpoint that this worker has marked, and asked for
         self._waited: Pending | None = None  # what the caller waits for, and so cannot be computing on
-        self._pieces = WeakTensorKeyDictionary()  # of tensors that were cut, as long as the caller keeps them
         self._land()
 
     # -- parameters -------------------------------------------------------------------------------------------------
@@ -134,19 +131,19 @@ class Client:
         return self._read([(start, into)], JOINING)
 
     def put(self, values: Pieces, *, clock: int = JOINING) -> Pending:
-        return self._send(Put, {}, self._split(values), clock)
+        return self._send(Put, {}, self._cutter.split(values), clock)
 
     def add(self, values: Pieces, *, clock: int = JOINING, keys: Tensor | None = None) -> Pending:
         if keys is None:
-            return self._send(Add, {}, self._split(values), clock)
-        return self._send(Add, {"keys": True}, self._split_keys(values, keys), clock)
+            return self._send(Add, {}, self._cutter.split(values), clock)
+        return self._send(Add, {"keys": True}, self._cutter.split_keys(values, keys), clock)
 
     # -- the rest ---------------------------------------------------------------------------------------------------
     def take(self, count: int, *, clock: int = JOINING, after: int = 0) -> Pending:
         """The next samples to train on: Answer.indices of the epoch's order, to be named in the push as `lease`. Waits
         until `after` updates have been applied."""
         return self._send(
-            Take, {"count": count, "after": after}, [_Part(self._view.version, self._view.table[0])], clock
+            Take, {"count": count, "after": after}, [Part(self._cutter.view.version, self._cutter.view.table[0])], clock
         )
 
     def save(self, into: Sequence[Tensor]) -> Pending:
@@ -156,7 +153,7 @@ class Client:
         left asks for the last one; it does not know of those that others have asked for since."""
         left = self.comm.address not in self.comm.view.workers
         self._saved = max(self._saved, self._marked, LAST if left else 0) + 1
-        parts = self._cut([(0, self.numel)] * len(into), (), into)
+        parts = self._cutter.cut([(0, self.numel)] * len(into), (), into)
         return self._send(Save, {"number": self._saved}, parts, JOINING)
 
     def complain(self, pending: Pending, waited: float) -> None:
@@ -176,7 +173,7 @@ class Client:
         clock: int = JOINING,
     ) -> Pending:
         """Run a handler that the servers know by this name on every range (with `values`: on those they touch)."""
-        parts = self._everywhere() if values is None else self._split(values)
+        parts = self._cutter.everywhere() if values is None else self._cutter.split(values)
         return self._send(Call, {"name": name, "options": dict(options or {})}, parts, clock)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -206,16 +203,16 @@ class Client:
         if keys is not None:
             assert gradient is not None
             options["keys"] = True
-            parts = self._split_keys(gradient, keys, everywhere=True)
+            parts = self._cutter.split_keys(gradient, keys, everywhere=True)
         else:
-            parts = self._split(gradient, into)
+            parts = self._cutter.split(gradient, into)
         return self._send(Push, options, parts, clock)
 
     def _read(self, wanted: Sequence[tuple[int, Tensor]], clock: int, everywhere: bool = False) -> Pending:
-        parts = self._everywhere() if everywhere else self._split(wanted, reading=True)
+        parts = self._cutter.everywhere() if everywhere else self._cutter.split(wanted, reading=True)
         return self._send(Pull, {}, parts, clock)
 
-    def _send(self, kind: type[Request], options: dict[str, Any], parts: list[_Part], clock: int) -> Pending:
+    def _send(self, kind: type[Request], options: dict[str, Any], parts: list[Part], clock: int) -> Pending:
         self._seq += 1
         pending = Pending(self, self._seq, kind, options, clock)
         if parts:
@@ -225,7 +222,7 @@ class Client:
             self._post(pending, part)
         return pending
 
-    def _post(self, pending: Pending, part: _Part) -> None:
+    def _post(self, pending: Pending, part: Part) -> None:
         options = pending.options
         if pending.kind is Push:
             if part.version is None:
@@ -241,79 +238,6 @@ class Client:
             **options,
         )
         self.comm.post(part.server, part.message, part.tensors)
-
-    # -- splitting --------------------------------------------------------------------------------------------------
-    def _everywhere(self) -> list[_Part]:
-        return self._cut([(0, self.numel)], (), ())
-
-    def _split(self, pieces: Pieces | None, into: Tensor | None = None, reading: bool = False) -> list[_Part]:
-        if pieces is None:
-            return self._cut([(0, self.numel)], (), () if into is None else [into])
-        if isinstance(pieces, Tensor):
-            pieces = [(0, pieces)]
-        spans = [(start, start + tensor.numel()) for start, tensor in pieces]
-        tensors = [tensor for _, tensor in pieces]
-        if reading:
-            return self._cut(spans, (), tensors)
-        if into is None:
-            return self._cut(spans, tensors, ())
-        return self._cut(spans, tensors, [into] if len(spans) == 1 else [into[a:b] for a, b in spans])
-
-    def _split_keys(self, values: Pieces, keys: Tensor, everywhere: bool = False) -> list[_Part]:
-        assert isinstance(values, Tensor)
-        if keys.numel() != values.numel():
-            raise BadInput(f"{values.numel()} values do not fit {keys.numel()} keys; give one value for each key")
-        if keys.numel():
-            least, most = (int(key) for key in torch.aminmax(keys))
-            if not 0 <= least <= most < self.numel:
-                raise BadInput(f"no such keys ({least} to {most}); there are {self.numel}")
-        parts = self._cut([(0, self.numel)], (values, keys), (), keys=True)
-        return parts if everywhere else [part for part in parts if part.tensors[1].numel()]
-
-    def _cut(
-        self, spans: Sequence[Span], tensors: Sequence[Tensor], into: Sequence[Tensor], keys: bool = False
-    ) -> list[_Part]:
-        """By the table. `tensors` and `into` are empty or go with the spans, except that with `keys` there are the
-        values and the keys."""
-        table, version = self._view.table, self._view.version
-        if len(table) == 1 and len(spans) == 1 and not keys and 0 <= spans[0][0] < spans[0][1] <= self.numel:
-            size = spans[0][1] - spans[0][0]
-            part = _Part(version, table[0])
-            part.spans = (spans[0],)
-            part.tensors, part.into = [_piece(t, 0, size) for t in tensors], [_piece(t, 0, size) for t in into]
-            return [part]
-        parts: dict[int, _Part] = {}
-        if keys and len(table) > 1:
-            tensors = _ascending(*tensors)
-        for i, (first, last) in enumerate(spans):
-            if not 0 <= first <= last <= self.numel:
-                raise BadInput(f"no such parameters ({first} to {last}); there are {self.numel}")
-            at, offset = find(table, first), first
-            sent = self._pieces_of(tensors[i]) if tensors and not keys else {}
-            read = self._pieces_of(into[i]) if into else {}
-            while first < last:
-                r = table[at]
-                stop = min(last, r.stop)
-                found = parts.get(r.start)
-                part = parts[r.start] = _Part(version, r) if found is None else found
-                part.spans += ((first, stop),)
-                if keys:
-                    part.keys, part.tensors = True, list(tensors)
-                    if len(table) > 1:
-                        low, high = torch.searchsorted(tensors[1], torch.tensor([first, stop])).tolist()
-                        part.tensors = [tensor[low:high] for tensor in tensors]
-                elif tensors:
-                    part.tensors.append(sent[first - offset, stop - offset])
-                if into:
-                    part.into.append(read[first - offset, stop - offset])
-                first, at = stop, at + 1
-        return list(parts.values())
-
-    def _pieces_of(self, tensor: Tensor) -> Mapping[Span, Tensor]:
-        found: _Pieces | None = self._pieces.get(tensor)
-        if found is None or found.whole.data_ptr() != tensor.data_ptr():
-            found = self._pieces[tensor] = _Pieces(tensor)
-        return found
 
     # -- answers ----------------------------------------------------------------------------------------------------
     def _wait(self, pending: Pending, timeout: float | None) -> None:
@@ -374,13 +298,13 @@ class Client:
 
     def _handle(self, message: Any, tensors: Sequence[Tensor]) -> None:
         if isinstance(message, View):
-            if message.version > self._view.version:
+            if message.version > self._cutter.view.version:
                 self._adopt(message)
             return
         if isinstance(message, Marking):
             if message.number > self._marked:
                 self._marked = message.number
-                self._send(Mark, {"number": message.number, "cut": message.cut}, self._everywhere(), JOINING)
+                self._send(Mark, {"number": message.number, "cut": message.cut}, self._cutter.everywhere(), JOINING)
             return
         pending = self._unanswered.get(message.seq)
         part = None if pending is None else pending.parts.get(message.start)
@@ -406,7 +330,7 @@ class Client:
 
     def _adopt(self, view: View) -> None:
         """Send again what went to somebody who does not answer for it any more, in the order it was sent in."""
-        before, self._view = self._view, view
+        before, self._cutter.view = self._cutter.view, view
         known = self._versions
         self._versions = {
             r.start: known[parent]
@@ -422,9 +346,9 @@ class Client:
                     self._land()
                 del pending.parts[part.start]
                 parts = (
-                    self._cut(part.spans, part.tensors, part.into, part.keys)
+                    self._cutter.cut(part.spans, part.tensors, part.into, part.keys)
                     if part.spans
-                    else [_Part(view.version, r)]
+                    else [Part(view.version, r)]
                 )
                 for anew in parts:
                     anew.version = part.version
@@ -437,43 +361,6 @@ class Client:
                 self.comm.post(part.server, part.message, part.tensors)
 
 
-def _piece(tensor: Tensor, first: int, last: int) -> Tensor:
-    return tensor if last - first == tensor.numel() else tensor[first:last]
-
-
-class _Pieces(dict[Span, Tensor]):
-    """Of one tensor. Kept, since workers send and read the same ones again and again."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.whole = tensor.data  # neither the tensor nor a view of it, which would never be let go of
-
-    def __missing__(self, span: Span) -> Tensor:
-        piece = self[span] = self.whole[span[0] : span[1]]
-        return piece
-
-
-def _ascending(values: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    if keys.numel() > 1 and not bool((keys[1:] >= keys[:-1]).all()):
-        keys, order = keys.sort(stable=True)
-        values = values[order]
-    return values, keys
-
-
-class _Part:
-    """What of a request is for one range."""
-
-    __slots__ = ("into", "keys", "message", "moved", "server", "spans", "start", "stop", "tensors", "version", "view")
-
-    def __init__(self, view: int, r: Range) -> None:
-        self.view, self.start, self.stop, self.server = view, r.start, r.stop, r.chain[0]
-        self.spans: tuple[Span, ...] = ()
-        self.tensors: list[Tensor] = []
-        self.into: list[Tensor] = []
-        self.keys = self.moved = False
-        self.version: int | None = None
-        self.message: Request | None = None
-
-
 class Pending:
     """The handle of a request."""
 
@@ -481,7 +368,7 @@ class Pending:
 
     def __init__(self, client: Client, seq: int, kind: type[Request], options: dict[str, Any], clock: int) -> None:
         self.client, self.seq, self.kind, self.options, self.clock = client, seq, kind, options, clock
-        self.parts: dict[int, _Part] = {}  # unanswered, by the start of the range
+        self.parts: dict[int, Part] = {}  # unanswered, by the start of the range
         self.answers: list[tuple[Done, Sequence[Tensor]]] = []
         self.answer: Answer | None = None
         self.refused: str | None = None

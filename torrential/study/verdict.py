@@ -2,31 +2,26 @@
 
 The rules, after MLPerf's: time to the target is the measure; all trials count, missed ones too, and never the best of
 several; fewer than three are not a result; nor is a mean time of which two runs are missing; all entries are
-evaluated at one interval, which is shown, as whoever looks more often sees a lucky crossing sooner. What counts is the
-interval that was kept, not the one that was asked for: a snapshot of servers needs a mark of every worker, and with
-many workers training may be further on than that when it is whole.
+evaluated at one interval, which is shown (study/intervals.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import statistics as plain
 from dataclasses import dataclass
 
 from torrential.progress import metric_value, number
 from torrential.study import statistics
 from torrential.study.ask import Question, grid
-from torrential.study.results import Entry, Run, Study, unit_of_time
+from torrential.study.intervals import interval, observed, unevenly_evaluated
+from torrential.study.results import Entry, Study, unit_of_time
 from torrential.study.statistics import LEVEL, Difference, Spread, spread
 from torrential.study.tuning import at_the_edge, best_value, cost
 
 FEWEST = 3  # trials that make a result
 MISSES = 2  # from which on the times of an entry are no result
 MANY_PAIRS = 6  # with more, words are about the soonest against the others
-FINER = 0.9  # of the declared interval: workers that run beside one another do not meet it to the sample
-UNEVEN = 1.5  # times as often as another entry, or as rarely as was asked for
-LUCK = "whoever is looked at more often reaches a target sooner by luck"
 
 
 @dataclass(frozen=True)
@@ -135,7 +130,7 @@ def _row(entry: Entry) -> Row:
         bytes_sent=spread([math.inf if run.bytes_to_target is None else run.bytes_to_target for run in runs]),
         value=spread([value for value in values if math.isfinite(value)]),
         seconds=spread([run.seconds for run in runs]),
-        interval=_observed(entry),
+        interval=observed(entry),
         options=len(entry.options),
     )
 
@@ -175,63 +170,10 @@ def _without_target(study: Study) -> str:
     return f"there is no target that all runs share, and so no time to it; {remedy}"
 
 
-def unevenly_evaluated(study: Study) -> list[str]:
-    """Entries that were evaluated more often than others; in a study, also more often or more rarely than asked for."""
-    found = {entry.name: each for entry in study.entries if (each := _observed(entry))}
-    least, most = (pick(found, key=found.__getitem__, default="") for pick in (min, max))
-    uneven = bool(found) and found[most] > UNEVEN * found[least]
-    if not study.asked:
-        if not uneven:
-            return []
-        return [f"{least} was evaluated every {found[least]:,.0f} samples and {most} every {found[most]:,.0f}: {LUCK}"]
-    often, declared = _too_often(study), _declared(study)
-    if not uneven and (not found or found[most] <= UNEVEN * declared):
-        return often
-    other = f" and {least} every {found[least]:,.0f}" if uneven else ""
-    why = LUCK if uneven else "no time to a target is more exact"
-    asked = _interval(study) + ("" if study.interval else f" ({declared:,} samples)")
-    rarely = f"{most} was evaluated every {found[most]:,.0f} samples{other}, not {asked}"
-    remedy = "ask for an interval that all can keep, with --set evaluate_every"
-    return [*often, f"{rarely} as was asked for: {why}; {remedy}"]
-
-
-def _too_often(study: Study) -> list[str]:
-    runs = [(entry, run) for entry in study.entries for run in entry.finished if run.validation]
-    names = {entry.name for entry, run in runs if _looks(run) > _allowed(study, run)}
-    return [f"{name} was evaluated more often than declared ({_interval(study)})" for name in sorted(names)]
-
-
-def _declared(study: Study) -> int:
-    """Samples between two evaluations; without an interval, those of an epoch. 0: nothing was run."""
-    epochs = (int(run.config["samples"]) for entry in study.entries for run in entry.finished)
-    return study.interval or next(epochs, 0)
-
-
-def _looks(run: Run) -> int:
-    return len({evaluation.step for evaluation in run.validation})
-
-
-def _allowed(study: Study, run: Run) -> float:
-    """The last evaluation comes when the run ends, whenever that is."""
-    return run.validation[-1].samples / (FINER * (study.interval or run.config["samples"])) + 1
-
-
-def _observed(entry: Entry) -> float:
-    """Samples between two evaluations until the target, in the median; 0 if there are none. The last one of a run that
-    missed comes when the run ends, and does not count if there are others."""
-    gaps = []
-    for run in entry.finished:
-        end = math.inf if run.time_to_target is None else run.time_to_target
-        samples = [0, *sorted({evaluation.samples for evaluation in run.validation if evaluation.time <= end})]
-        own = [after - before for before, after in itertools.pairwise(samples)]
-        gaps += own[:-1] if len(own) > 1 and end == math.inf else own
-    return plain.median(gaps) if gaps else 0.0
-
-
 def _rules(study: Study, pairs: list[Pair]) -> list[str]:
     when = "to be evaluated" if study.asked and unevenly_evaluated(study) else "evaluated"
     counted = "" if study.target is None else " to the parameters that got there"
-    rules = [f"{when} {_interval(study)}; time counts from the first touch of data{counted}"]
+    rules = [f"{when} {interval(study)}; time counts from the first touch of data{counted}"]
     if len(pairs) > 1:
         rules.append(f"differences are tested by ranks (Mann-Whitney), Holm's correction for {len(pairs)} comparisons")
     elif pairs:
@@ -246,13 +188,6 @@ def _rules(study: Study, pairs: list[Pair]) -> list[str]:
         if edge := at_the_edge(study, entry):
             rules.append(f"{entry.name}: {', '.join(edge)} is the last value that was tried; one beyond may be better")
     return rules
-
-
-def _interval(study: Study) -> str:
-    if study.interval is not None:
-        return f"every {study.interval:,} samples"
-    every = {run.config.get("settings", {}).get("evaluate_every") for entry in study.entries for run in entry.runs}
-    return "once per epoch" if study.asked or every <= {None} else "at intervals of the runs' own"
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
