@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -39,6 +39,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the test data has the last word; runs that tune leave it alone."""
     gradients: Literal["on", "off"] = "on"
     """Off: every message and clock of a simulation, and none of the arithmetic; nothing is learnt then."""
+    processes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """That compute gradients beside a simulation, which is the same to the byte with any number of them. What a model
+    keeps besides parameters and buffers stays where it was computed."""
     trace: bool = False
     """Whether a simulation writes trace.json, which Perfetto shows: what every role and NIC did when."""
 

@@ -90,6 +90,9 @@ def prepare(asked: Request, out: Path | None) -> Job:
         raise BadInput(f"more hosts than workers (hosts: {settings.hosts}, workers: {asked.workers}); use fewer hosts")
     model, sample = _try_once(task)
     device = _device(asked.device)
+    if settings.processes and (settings.gradients == "off" or device != "cpu"):
+        what = "gradients=off" if settings.gradients == "off" else f"device: {device}"
+        raise BadInput(f"processes compute gradients on this machine's cores ({what}); leave processes out")
     servers = _servers(asked, strategy, settings, model)
     cluster = _cluster(asked, settings, servers)
     if cluster is None:
@@ -141,7 +144,11 @@ def _cluster(asked: Request, settings: Settings, servers: int) -> dict[str, Any]
     if asked.world != "sim":
         if asked.cluster is not None:
             raise BadInput("--cluster is what is simulated; add --world sim, or leave it out")
-        for option, given in (("gradients=off", settings.gradients == "off"), ("trace", settings.trace)):
+        for option, given in (
+            ("gradients=off", settings.gradients == "off"),
+            ("trace", settings.trace),
+            ("processes", settings.processes),
+        ):
             if given:
                 raise BadInput(f"{option} needs a simulation; add --world sim")
         return None

@@ -15,6 +15,7 @@ from torrential.params.layout import plan
 from torrential.records import Evaluation
 from torrential.strategies.base import Strategy
 from torrential.task import Task
+from torrential.trainer.randomness import seed_all
 from torrential.trainer.snapshot import Snapshot, buffers_of, load_flat, load_rest, to_checkpoint
 
 EVALUATION_BATCH = 512
@@ -56,6 +57,7 @@ class Observer:
         """Of the parameters last loaded."""
         data = self._data[split]
         value = loss = 0.0
+        seed_all(self.device, self.config.seed, 2, snapshot.step)  # for models that draw here, too
         with torch.inference_mode():
             for indices in torch.arange(len(data)).split(EVALUATION_BATCH):
                 inputs, targets = data.fetch(indices)

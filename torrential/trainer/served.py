@@ -17,7 +17,6 @@ import torch
 from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import Comm
 from torrential.config import RunConfig
-from torrential.data.batches import Batches
 from torrential.data.deal import order
 from torrential.errors import NonFiniteLoss
 from torrential.optim.recipe import adapt_model, adapt_optimizer
@@ -28,6 +27,7 @@ from torrential.server.client import Answer, Client, Pending
 from torrential.server.optimizer import state_names
 from torrential.strategies.base import Batch, Strategy
 from torrential.task import Task
+from torrential.trainer.backward import Gradients, Portion, Work
 from torrential.trainer.randomness import seed_all
 from torrential.trainer.recorder import Recorder
 from torrential.trainer.saving import Saving
@@ -66,7 +66,7 @@ class ServedWorker:
                 parameter.data = entry.view(self.vector)
         spec = strategy.optimizer(adapt_optimizer(config.recipe, task.optimizer.with_lr(config.lr), self.model))
         self._states = state_names(spec, dtype)
-        self._batches = Batches(task.train, torch.device("cpu") if self._dry else device)
+        self._gradients = Gradients(task, self.model, device, config.seed)
         self._schedule = schedule_of(config, strategy.joined(config.workers, config.batch_size))
         self._brake = Brake(config, comm)
         self._recorder = Recorder(comm, outlet)
@@ -128,7 +128,9 @@ class ServedWorker:
         self._load()
         for parameter in self._parameters:
             parameter.grad = None
-        loss = self.comm.compute(len(batch.indices), lambda: self._work(batch, weight))
+        portion = Portion((1, batch.epoch, batch.first), batch.indices, weight)
+        work = self._no_work if self._dry else Work(self._gradients, [portion])
+        (loss,) = self.comm.compute(len(batch.indices), work)
         if not math.isfinite(loss):
             remedy = self._schedule.remedy(self._place(batch), self._rate)
             raise NonFiniteLoss(self.step + 1, self.comm.rank, loss, remedy)
@@ -138,14 +140,8 @@ class ServedWorker:
         self._brake.hold(began)
         return loss
 
-    def _work(self, batch: Batch, weight: float) -> float:
-        if self._dry:
-            return 0.0
-        seed_all(self.device, self.config.seed, 1, batch.epoch, batch.first)
-        inputs, targets = self._batches.fetch(batch.indices)
-        outcome = self.task.loss(self.model(inputs), targets)
-        (outcome if weight == 1.0 else outcome * weight).backward()
-        return float(outcome.detach())
+    def _no_work(self) -> list[float]:
+        return [0.0]
 
     def _load(self) -> None:
         if self._apart:

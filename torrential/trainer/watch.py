@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -20,6 +20,7 @@ class BackwardWatch:
         self._missing: list[int] = []
         self.seen = [False] * len(parameters)  # by entry: whether backward reached it in this step
         self._armed = False
+        self._places = {parameter: index for index, parameter in enumerate(parameters)}
         for index, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._arrived(i))
 
@@ -43,6 +44,15 @@ class BackwardWatch:
             if not self._missing[bucket]:
                 assert self._order is not None
                 self._order.ready(bucket)
+
+    def replay(self, early: Sequence[nn.Parameter], last: Sequence[nn.Parameter]) -> None:
+        """A backward that was elsewhere: what it reached before its last part, and in that, in order."""
+        for parameter in early:
+            self._arrived(self._places[parameter])
+        self.arm()
+        for parameter in last:
+            self._arrived(self._places[parameter])
+        self.end()
 
     def end(self) -> None:
         """Backward is over; what it did not reach will not come."""

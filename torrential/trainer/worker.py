@@ -14,7 +14,6 @@ from torch import Tensor
 from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import Comm, Handle, Standing
 from torrential.config import RunConfig
-from torrential.data.batches import Batches
 from torrential.data.deal import Deal, Share
 from torrential.data.resize import Resize
 from torrential.errors import NonFiniteLoss, Regrouped
@@ -26,6 +25,7 @@ from torrential.params.replicated import ReplicatedParameters
 from torrential.params.shared import SharedParameters
 from torrential.strategies.base import Context, Decision, Strategy
 from torrential.task import Task
+from torrential.trainer.backward import Gradients, Portion, Work
 from torrential.trainer.randomness import seed_all
 from torrential.trainer.recorder import Recorder
 from torrential.trainer.slow import Brake
@@ -66,8 +66,8 @@ class Worker:
             self.home = SharedParameters(comm, self.model, self.layout, spec)
         else:
             self.home = ReplicatedParameters(comm, self.model, self.layout, spec, device, meeting)
-        self._batches = Batches(task.train, torch.device("cpu") if self._dry else device)
-        self._deal = Deal(len(self._batches), config.seed)
+        self._gradients = Gradients(task, self.model, device, config.seed)
+        self._deal = Deal(self._gradients.samples, config.seed)
         self._schedule = schedule_of(config, strategy.joined(config.workers, config.batch_size))
         self._resize = None if self._recipe.resize is None else Resize.parse(self._recipe.resize)
         self._joined = 0  # what all members together take in one step, before it grows
@@ -138,7 +138,7 @@ class Worker:
         if self.comm.rank in standing.behind:
             state = unpack(shelf.numpy().tobytes())
             self.step, epoch, cursor, self.samples = state.pop("place").tolist()
-            self._deal = Deal(len(self._batches), self.config.seed, epoch, cursor)
+            self._deal = Deal(self._gradients.samples, self.config.seed, epoch, cursor)
             self.home.counts[:] = state.pop("counts").tolist()
 
             def named(kind: str) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ class Worker:
 
     def _resume(self, checkpoint: Checkpoint) -> None:
         self.step, self.samples, self._applied = checkpoint.step, checkpoint.samples, checkpoint.step
-        self._deal = Deal(len(self._batches), self.config.seed, checkpoint.epoch, checkpoint.cursor)
+        self._deal = Deal(self._gradients.samples, self.config.seed, checkpoint.epoch, checkpoint.cursor)
         self.home.counts[:] = [checkpoint.applied[e.name] for e in self.layout.entries]
         self._told = -1 if self.finished() else checkpoint.step
         load_rest(
@@ -190,34 +190,24 @@ class Worker:
         self._watch.begin(announce)
         if len(self.comm.members) > 1:
             self._buffers_before = [b.clone() for b in buffers_of(self.model).values()]
-        work = self._no_work if self._dry else self._work
-        total = self.comm.compute(len(share.indices), lambda: work(share))
+        work = self._no_work if self._dry else Work(self._gradients, self._portions(share), self._watch)
+        losses = self.comm.compute(len(share.indices), work)
         self._brake.hold(began)
+        total = 0.0
+        for loss, part in zip(losses, share.micro_batches.values(), strict=not self._dry):
+            total += loss * len(part)
         return total
 
-    def _no_work(self, share: Share) -> float:
-        self._watch.end()
-        return 0.0
+    def _portions(self, share: Share) -> list[Portion]:
+        scale = None if self._resize is None else self._resize.at(self.samples / self._schedule.total)
+        return [
+            Portion((1, self.step, number), indices, len(indices) / share.total, scale)
+            for number, indices in share.micro_batches.items()
+        ]
 
-    def _work(self, share: Share) -> float:
-        total, buffers = 0.0, list[Tensor]()
-        for done, (number, indices) in enumerate(share.micro_batches.items(), start=1):
-            seed_all(self.device, self.config.seed, 1, self.step, number)
-            inputs, targets = self._batches.fetch(indices)
-            if self._resize is not None:
-                inputs = self._resize.apply(inputs, self._resize.at(self.samples / self._schedule.total))
-            loss = self.task.loss(self.model(inputs), targets)
-            weight = len(indices) / share.total
-            if done == 1 < len(share.micro_batches):
-                buffers = [b.clone() for b in buffers_of(self.model).values()]
-            if done == len(share.micro_batches):
-                self._watch.arm()
-            (loss if weight == 1.0 else loss * weight).backward()
-            total += float(loss.detach()) * len(indices)
-        if buffers:  # statistics are those of the first, as with a worker for each
-            torch._foreach_copy_(list(buffers_of(self.model).values()), buffers)
+    def _no_work(self) -> list[float]:
         self._watch.end()
-        return total
+        return []
 
     def vote(self, share: Share, loss: float) -> None:
         clip = self.task.clip_norm

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,10 +16,12 @@ from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.schedules.base import Costs
 from torrential.config import RunConfig
 from torrential.errors import Regrouped, WaitedTooLong
+from torrential.trainer.backward import Work
 from torrential.worlds.sim.group import Group
 from torrential.worlds.sim.mail import ADD, COPY, HEADER, Hub, SimMail, as_now
 
 PAUSE_SECONDS = 1.0  # of virtual time, between looks at the clock
+FORWARD = 1 / 3  # of the time of a batch: no gradient is there before
 MEMORY = 1e-10  # seconds per byte added up, where nothing else is known
 
 SENT = Outgoing()  # the handle of every message: it is on its way at once
@@ -104,20 +106,35 @@ class SimComm(SimMail):
 
     # -- computing ------------------------------------------------------------------------------------------------
     def compute(self, samples: int, work: Callable[[], T]) -> T:
-        result = work()
-        cluster, began = self.hub.cluster, self.now()
+        cluster, began, hands = self.hub.cluster, self.now(), self.hub.hands
         seconds = cluster.compute.seconds_per_step + samples * self._seconds_per_sample
         seconds *= cluster.factor(self._config.seed, self.rank, self._batch)
         self._batch += 1
-        later, self._later = self._later, []
         done = 0.0
+        result: Any
+        if isinstance(work, Work):  # else there is nothing to compute
+            done = FORWARD * seconds
+            if hands is None:
+                result = work()
+                self.work(done)
+            else:
+                job = hands.begin(work)
+                try:
+                    self.work(done)
+                except BaseException:  # it was killed at work
+                    hands.forget(job)
+                    raise
+                result = hands.finish(job)
+        else:
+            result = work()
+        later, self._later = self._later, []
         for share, then in later:
             self.work(max(0.0, share * seconds - done))
             done = max(done, share * seconds)
             then()
         self.work(seconds - done)
         self.span("compute", began)
-        return result
+        return result  # type: ignore[no-any-return]
 
     def reached(self, share: float, then: Callable[[], None]) -> None:
         self._later.append((share, then))

@@ -15,6 +15,7 @@ from torrential.params.home import Finished
 from torrential.server.messages import View
 from torrential.worlds.sim.cluster import Cluster, Inside
 from torrential.worlds.sim.cores import Cores
+from torrential.worlds.sim.hands import Hands
 from torrential.worlds.sim.kernel import Kernel, Role
 from torrential.worlds.sim.network import Network
 from torrential.worlds.sim.trace import Trace
@@ -61,6 +62,7 @@ class Hub:
         self.shared = cluster.inside.memory is not None
         self.timed = cluster.inside != Inside()
         self._cores: dict[int, Cores] = {}  # by host
+        self.hands: Hands | None = None
 
     def cores(self, host: int) -> Cores:
         return self._cores.get(host) or self._cores.setdefault(host, Cores(self.kernel, self.cluster.inside))

@@ -24,6 +24,7 @@ from torrential.worlds.base import Job, Listener
 from torrential.worlds.sim.cluster import Cluster, Fault
 from torrential.worlds.sim.comm import SimComm
 from torrential.worlds.sim.group import Group
+from torrential.worlds.sim.hands import Hands
 from torrential.worlds.sim.kernel import Kernel, Role
 from torrential.worlds.sim.mail import Hub, SimMail
 from torrential.worlds.sim.outlet import Observing, SimOutlet
@@ -109,6 +110,8 @@ class _Run:
             self._views = Views(self._hub, self._group, config, self._plan.numel, self._plan.bounds, self._event)
 
     def simulate(self) -> None:
+        if self._config.settings.processes:
+            self._hub.hands = Hands(self._config.settings.processes, self._job.task, self._config)
         if self._watch is not None:
             self._watch.begin(self._kernel, self._hub, self._group, self._views)
         if self._views is not None:
@@ -131,6 +134,8 @@ class _Run:
             self._trace.write(self._job.directory / "trace.json")
         for role in self._roles.values():
             role.kill()
+        if self._hub.hands is not None:
+            self._hub.hands.close()
 
     def _look_at_the_end(self) -> None:
         if self._kernel.failures:

@@ -1,0 +1,75 @@
+"""Forward and backward: what a worker computes on its part of the data, as something that can be done elsewhere.
+
+    Gradients      a model and its data
+    Portion        of a batch; what is computed on it depends on this, the model's parameters and its buffers alone
+    Work           some portions, whose gradients are added up in the parameters; call it to have it done
+
+A world may have a Work done by somebody who has the same task, and hand over what came out (worlds/sim/hands.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torrential.data.batches import Batches
+from torrential.data.resize import Resize
+from torrential.task import Task
+from torrential.trainer.randomness import seed_all
+from torrential.trainer.snapshot import buffers_of
+from torrential.trainer.watch import BackwardWatch
+
+
+class Portion(NamedTuple):
+    position: tuple[int, ...]  # in the run, which all that is random is a function of
+    indices: Tensor
+    weight: float  # of its loss
+    scale: float | None = None  # of the sides of its images
+
+
+class Gradients:
+    def __init__(self, task: Task, model: nn.Module, device: torch.device, seed: int) -> None:
+        self.task, self.model, self._device, self._seed = task, model, device, seed
+        self._batches = Batches(task.train, torch.device("cpu") if device.type == "meta" else device)
+
+    @property
+    def samples(self) -> int:
+        """There are in the training set."""
+        return len(self._batches)
+
+    def add_up(self, portions: Sequence[Portion], last: Callable[[], None] | None = None) -> list[float]:
+        """In the parameters' `grad`; returns the portions' losses. `last` is called before the last backward."""
+        losses, buffers = list[float](), list[Tensor]()
+        for done, portion in enumerate(portions, start=1):
+            seed_all(self._device, self._seed, *portion.position)
+            inputs, targets = self._batches.fetch(portion.indices)
+            if portion.scale is not None:
+                inputs = Resize.apply(inputs, portion.scale)
+            loss = self.task.loss(self.model(inputs), targets)
+            if done == 1 < len(portions):
+                buffers = [b.clone() for b in buffers_of(self.model).values()]
+            if done == len(portions) and last is not None:
+                last()
+            (loss if portion.weight == 1.0 else loss * portion.weight).backward()
+            losses.append(float(loss.detach()))
+        if buffers:  # statistics are those of the first, as with a worker for each
+            torch._foreach_copy_(list(buffers_of(self.model).values()), buffers)
+        return losses
+
+
+@dataclass(frozen=True)
+class Work:
+    gradients: Gradients
+    portions: Sequence[Portion]
+    watch: BackwardWatch | None = None
+
+    def __call__(self) -> list[float]:
+        if self.watch is None:
+            return self.gradients.add_up(self.portions)
+        losses = self.gradients.add_up(self.portions, self.watch.arm)
+        self.watch.end()
+        return losses

@@ -1,0 +1,289 @@
+"""Processes that compute gradients for a simulation, while it goes on with other roles.
+
+    simulation   begin(work) ──► a free slot of a hand: parameters, buffers ──► memory that both see
+                 virtual time goes on: other roles begin theirs, messages pass
+                 finish(work) ◄── losses; gradients and buffers from the slot
+    hand         the same task and model: loads a slot, computes, leaves the gradients there
+
+What a Work comes to depends on nothing but what is sent, so a run is the same to the byte with any number of hands.
+They are a help and no more: what no hand has begun when it is needed, what fails there, and what a dead or silent one
+had begun is computed here. Each has two slots, so that it need not wait for the simulation between two works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torrential.config import RunConfig
+from torrential.optim.recipe import adapt_model
+from torrential.shipping import pack, unpack
+from torrential.task import Task
+from torrential.trainer.backward import Gradients, Portion, Work
+from torrential.trainer.snapshot import buffers_of
+
+SLOTS = 2
+ALIGNMENT = 64  # bytes
+
+
+class Slots:
+    """Memory for models and their gradients, seen by two processes."""
+
+    def __init__(self, model: nn.Module, fd: int) -> None:
+        grads: list[Tensor] = list(model.parameters())
+        like = grads + list(buffers_of(model).values())
+        places, end = [], 0
+        for tensor in like + grads:
+            places.append(end)
+            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        size = max(end, ALIGNMENT)
+        os.ftruncate(fd, SLOTS * size)
+        memory = torch.frombuffer(mmap.mmap(fd, SLOTS * size), dtype=torch.uint8)
+
+        def view(tensor: Tensor, start: int) -> Tensor:
+            raw = memory[start : start + tensor.numel() * tensor.element_size()]
+            return raw.view(tensor.dtype).view(tensor.shape) if tensor.numel() else torch.empty_like(tensor)
+
+        self.states, self.buffers, self.grads = [], [], []
+        for slot in range(SLOTS):
+            views = [view(t, slot * size + start) for t, start in zip(like + grads, places, strict=True)]
+            self.states.append(views[: len(like)])
+            self.buffers.append(views[len(grads) : len(like)])
+            self.grads.append(views[len(like) :])
+
+
+Form = tuple[tuple[int, ...], int]  # strides, and the address modulo ALIGNMENT: the last bits may depend on both
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _form(model: nn.Module) -> list[Form]:
+    return [(tensor.stride(), tensor.data_ptr() % ALIGNMENT) for tensor in _tensors(model)]
+
+
+def _formed(tensor: Tensor, strides: tuple[int, ...], place: int) -> Tensor:
+    """Memory like the tensor's, but of this form."""
+    if not tensor.numel():
+        return tensor.data
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+    raw = torch.zeros(extent * tensor.element_size() + 2 * ALIGNMENT, dtype=torch.uint8)
+    start = (place - raw.data_ptr()) % ALIGNMENT
+    return raw[start : start + extent * tensor.element_size()].view(tensor.dtype).as_strided(tensor.shape, strides)
+
+
+class _Job:
+    """A Work, and where it is."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.hand: _Hand | None = None
+        self.losses: list[float] | None = None  # None: not computed
+        self.failure: Exception | None = None
+        self.wanted = True
+
+
+class _Hand:
+    def __init__(self, task: Task, config: RunConfig, model: nn.Module) -> None:
+        ours, theirs = socket.socketpair()
+        memory = os.memfd_create("torrential-slots")
+        try:
+            self.slots = Slots(model, memory)
+            with pack((task, config, _form(model))) as parcel, theirs:
+                fds = (theirs.fileno(), memory, *parcel.fds)
+                program = f"import sys; sys.path[:] = {sys.path}; from {__name__} import serve; serve{fds}"
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", program], pass_fds=fds, stdin=subprocess.DEVNULL
+                )
+        finally:
+            os.close(memory)
+        self.line = Connection(ours.detach())
+        self.free: list[int] = []  # slots; none before it is there
+        self.jobs: dict[int, _Job] = {}  # by slot
+
+    def end(self) -> None:
+        self.line.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class Hands:
+    def __init__(self, count: int, task: Task, config: RunConfig) -> None:
+        self._count, self._task, self._config = count, task, config
+        self._waiting: deque[_Job] = deque()
+        self.done = 0  # works that hands did
+        self._hands: dict[int, _Hand] = {}  # by the descriptor of its line
+        self._poll = select.poll()
+
+    def _start(self, model: nn.Module) -> None:
+        while self._count:
+            self._count -= 1
+            hand = _Hand(self._task, self._config, model)
+            self._hands[hand.line.fileno()] = hand
+            self._poll.register(hand.line, select.POLLIN)
+
+    def close(self) -> None:
+        while self._hands:
+            self._hands.popitem()[1].end()
+
+    def begin(self, work: Work) -> _Job:
+        self._start(work.gradients.model)
+        job = _Job(work)
+        self._waiting.append(job)
+        self._collect(0.0)
+        return job
+
+    def forget(self, job: _Job) -> None:
+        """Whoever wanted it is dead."""
+        job.wanted = False
+
+    def finish(self, job: _Job) -> list[float]:
+        """Meanwhile one more is computed here, if all hands have enough to do."""
+        since = time.monotonic()
+        self._collect(0.0)
+        while job.losses is None and job.failure is None:
+            if job.hand is None:
+                self._compute(job)
+            elif (other := next((each for each in self._waiting if each.wanted), None)) is not None:
+                self._compute(other)
+                self._collect(0.0)
+            elif (left := self._config.settings.timeout - (time.monotonic() - since)) > 0:
+                self._collect(left)
+            else:
+                self._lose(job.hand)
+        if job.failure is not None:
+            raise job.failure
+        assert job.losses is not None
+        return job.losses
+
+    def _compute(self, job: _Job) -> None:
+        with contextlib.suppress(ValueError):  # a hand may have begun it in vain
+            self._waiting.remove(job)
+        try:
+            job.losses = job.work()
+        except Exception as error:  # a user's task may raise anything; it is raised where the result is wanted
+            job.failure = error
+
+    def _collect(self, timeout: float) -> None:
+        """What hands have done, within so many seconds; and give them more."""
+        for fd, _ in self._poll.poll(1000 * timeout):
+            hand = self._hands[fd]
+            try:
+                self._take(hand, hand.line.recv())
+            except (EOFError, OSError):
+                self._lose(hand)
+        for hand in self._hands.values():
+            while hand.free and self._waiting:
+                job = self._waiting.popleft()
+                if job.wanted:
+                    self._give(hand, job)
+
+    def _give(self, hand: _Hand, job: _Job) -> None:
+        slot = hand.free.pop()
+        job.hand, hand.jobs[slot] = hand, job
+        model = job.work.gradients.model
+        state = [*(p.detach() for p in model.parameters()), *buffers_of(model).values()]
+        torch._foreach_copy_(hand.slots.states[slot], state)
+        portions = [(p.position, p.indices.numpy(), p.weight, p.scale) for p in job.work.portions]
+        with contextlib.suppress(OSError):  # its death is seen in what it says
+            hand.line.send((slot, portions))
+
+    def _take(self, hand: _Hand, said: Any) -> None:
+        if said is None:  # it is there
+            hand.free = list(range(SLOTS))
+            return
+        slot, losses, early, last, used = said
+        job = hand.jobs.pop(slot)
+        hand.free.append(slot)
+        if not job.wanted:
+            return
+        job.hand = None
+        if losses is None:
+            return  # it failed there, and will fail here in the sight of all
+        model, watch = job.work.gradients.model, job.work.watch
+        for parameter, grad, has in zip(model.parameters(), hand.slots.grads[slot], used, strict=True):
+            if has:
+                parameter.grad = torch.empty_like(parameter).copy_(grad)
+        buffers = list(buffers_of(model).values())
+        if buffers:
+            torch._foreach_copy_(buffers, hand.slots.buffers[slot])
+        if watch is not None:
+            parameters = list(model.parameters())
+            watch.replay([parameters[i] for i in early], [parameters[i] for i in last])
+        job.losses = losses
+        self.done += 1
+
+    def _lose(self, hand: _Hand) -> None:
+        self._poll.unregister(hand.line)
+        del self._hands[hand.line.fileno()]
+        hand.end()
+        for job in hand.jobs.values():
+            job.hand = None
+
+
+# -- the other side ---------------------------------------------------------------------------------------------------
+class _Computing:
+    def __init__(self, task: Task, config: RunConfig, form: list[Form], memory: int) -> None:
+        self._model = adapt_model(config.recipe, task.model()).train()
+        for tensor, (strides, place) in zip(_tensors(self._model), form, strict=True):
+            tensor.data = _formed(tensor, strides, place)
+        self._gradients = Gradients(task, self._model, torch.device("cpu"), config.seed)
+        self._slots = Slots(self._model, memory)
+        self._parameters = list(self._model.parameters())
+        self._early: list[int] = []
+        self._reached: list[int] = []  # since then
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._reached.append(i))
+
+    def compute(self, slot: int, given: Iterable[Any]) -> tuple[Any, ...]:
+        """Losses, or None if it failed; the parameters reached before the last portion, and in it; which have a
+        gradient."""
+        portions = [Portion(position, torch.from_numpy(indices), *rest) for position, indices, *rest in given]
+        buffers = list(buffers_of(self._model).values())
+        self._early, self._reached = [], []
+        self._model.zero_grad(set_to_none=True)
+        torch._foreach_copy_([*(p.detach() for p in self._parameters), *buffers], self._slots.states[slot])
+        try:
+            losses = self._gradients.add_up(portions, self._arm)
+            used = [parameter.grad is not None for parameter in self._parameters]
+            for parameter, grad in zip(self._parameters, self._slots.grads[slot], strict=True):
+                if parameter.grad is not None:
+                    grad.copy_(parameter.grad)
+        except Exception:  # a user's task may raise anything; it is raised again where it is seen
+            return None, [], [], []
+        if buffers:
+            torch._foreach_copy_(self._slots.buffers[slot], buffers)
+        return losses, sorted(set(self._early)), self._reached, used
+
+    def _arm(self) -> None:
+        """The last portion follows."""
+        self._early, self._reached = self._reached, []
+
+
+def serve(line_fd: int, memory_fd: int, pickle_fd: int, tensor_fd: int) -> None:
+    """The program of a hand: until the simulation is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the simulation decides when it ends
+    task, config, form = unpack(pickle_fd, tensor_fd)
+    torch.set_num_threads(config.settings.threads or 1)
+    with Connection(line_fd) as line, contextlib.suppress(EOFError, OSError):
+        hand = _Computing(task, config, form, memory_fd)
+        line.send(None)
+        while True:
+            slot, portions = line.recv()
+            line.send((slot, *hand.compute(slot, portions)))
