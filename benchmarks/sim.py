@@ -63,7 +63,7 @@ def scale(workers: int = 1000, servers: int = 16, steps: int = 100) -> dict[str,
     }
 
 
-def overhead(workers: int = 64, steps: int = 100) -> dict[str, Any]:
+def overhead(workers: int = 64, steps: int = 150) -> dict[str, Any]:
     """Of each worker so many steps, without and with processes for all cores but one."""
     spent = 0.0
     add_up = Gradients.add_up
@@ -82,7 +82,8 @@ def overhead(workers: int = 64, steps: int = 100) -> dict[str, Any]:
         for processes in (0, helpers):
             Gradients.add_up = timed if not processes else add_up  # type: ignore[method-assign]
             began = time.perf_counter()
-            _run("digits", strategy, workers, servers, steps=updates, batch_size=16, processes=processes)
+            options = {"steps": updates, "batch_size": 16, "evaluate_every": updates // 10}
+            _run("digits", strategy, workers, servers, processes=processes, **options)
             found[processes] = time.perf_counter() - began
         ratios[strategy] = {"alone": found[0] / spent, "helped": found[helpers] / spent, "gradients_seconds": spent}
         spent = 0.0

@@ -159,7 +159,7 @@ class Execution:
 
     def start(self) -> None:
         vector = self._vector
-        for cursor in self._streams:
+        for cursor in self._streams if self._messenger.lands else ():
             for step, places in zip(cursor.stream, cursor.places, strict=True):
                 for r, place in zip(step.receives, places, strict=True):
                     into = vector.new_empty(r.stop - r.start) if r.add else vector[r.start : r.stop]
@@ -210,6 +210,10 @@ class Execution:
         self._meter.bytes_sent += part.nbytes
 
     def _land(self, receives: Sequence[Receive], places: Sequence[Place]) -> None:
+        if len(receives) == 1 and receives[0].add:
+            (came,), (receive,) = self._messenger.take(*places[0]), receives
+            before, after = ([came], []) if receive.source < self._index else ([], [came])
+            return _add(before, self._vector[receive.start : receive.stop], after)
         terms: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}  # by part: what is to be added, and whose it is
         for receive, place in zip(receives, places, strict=True):
             (came,) = self._messenger.take(*place)

@@ -33,6 +33,8 @@ T = TypeVar("T")
 class SimMessenger:
     """What comm.messenger.Messenger offers to collectives."""
 
+    lands = False  # what comes is copied when it is taken
+
     def __init__(self, comm: SimComm) -> None:
         self._comm, self.rank = comm, comm.rank
         self.generation = 0
@@ -61,9 +63,6 @@ class SimMessenger:
             self._arrived[key] = tensors
             if key in self._missed:
                 self.tell()
-
-    def expect(self, source: int, tag: str, into: Sequence[Tensor]) -> None:
-        """It is copied when it is taken."""
 
     def arrived(self, source: int, tag: str) -> bool:
         key = source, self.generation, tag

@@ -34,7 +34,6 @@ from torrential.optim.recipe import adapt_model
 from torrential.shipping import pack, unpack
 from torrential.task import Task
 from torrential.trainer.backward import Gradients, Portion, Work
-from torrential.trainer.snapshot import buffers_of
 
 SLOTS = 2
 ALIGNMENT = 64  # bytes
@@ -45,7 +44,7 @@ class Slots:
 
     def __init__(self, model: nn.Module, fd: int) -> None:
         grads: list[Tensor] = list(model.parameters())
-        like = grads + list(buffers_of(model).values())
+        like = grads + list(model.buffers())
         places, end = [], 0
         for tensor in like + grads:
             places.append(end)
@@ -196,8 +195,8 @@ class Hands:
     def _give(self, hand: _Hand, job: _Job) -> None:
         slot = hand.free.pop()
         job.hand, hand.jobs[slot] = hand, job
-        model = job.work.gradients.model
-        state = [*(p.detach() for p in model.parameters()), *buffers_of(model).values()]
+        gradients = job.work.gradients
+        state = [*(p.detach() for p in gradients.parameters), *gradients.buffers()]
         torch._foreach_copy_(hand.slots.states[slot], state)
         portions = [(p.position, p.indices.numpy(), p.weight, p.scale) for p in job.work.portions]
         with contextlib.suppress(OSError):  # its death is seen in what it says
@@ -215,15 +214,15 @@ class Hands:
         job.hand = None
         if losses is None:
             return  # it failed there, and will fail here in the sight of all
-        model, watch = job.work.gradients.model, job.work.watch
-        for parameter, grad, has in zip(model.parameters(), hand.slots.grads[slot], used, strict=True):
+        gradients, watch = job.work.gradients, job.work.watch
+        parameters = gradients.parameters
+        for parameter, grad, has in zip(parameters, hand.slots.grads[slot], used, strict=True):
             if has:
                 parameter.grad = torch.empty_like(parameter).copy_(grad)
-        buffers = list(buffers_of(model).values())
+        buffers = gradients.buffers()
         if buffers:
             torch._foreach_copy_(buffers, hand.slots.buffers[slot])
         if watch is not None:
-            parameters = list(model.parameters())
             watch.replay([parameters[i] for i in early], [parameters[i] for i in last])
         job.losses = losses
         self.done += 1
@@ -244,7 +243,7 @@ class _Computing:
             tensor.data = _formed(tensor, strides, place)
         self._gradients = Gradients(task, self._model, torch.device("cpu"), config.seed)
         self._slots = Slots(self._model, memory)
-        self._parameters = list(self._model.parameters())
+        self._parameters = self._gradients.parameters
         self._early: list[int] = []
         self._reached: list[int] = []  # since then
         for index, parameter in enumerate(self._parameters):
@@ -255,7 +254,7 @@ class _Computing:
         """Losses, or None if it failed; the parameters reached before the last portion, and in it; which have a
         gradient."""
         portions = [Portion(position, torch.from_numpy(indices), *rest) for position, indices, *rest in given]
-        buffers = list(buffers_of(self._model).values())
+        buffers = self._gradients.buffers()
         self._early, self._reached = [], []
         self._model.zero_grad(set_to_none=True)
         torch._foreach_copy_([*(p.detach() for p in self._parameters), *buffers], self._slots.states[slot])
