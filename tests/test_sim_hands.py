@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import torrential as tt
 from torrential import checkpoint as checkpoints
-from torrential.errors import BadInput, WorkerFailed
+from torrential.errors import BadInput, RunFailed, WorkerFailed
 from torrential.records import RECORDS
 from torrential.strategies import STRATEGIES
 from torrential.worlds.sim import world
@@ -147,6 +147,25 @@ def test_an_error_is_the_same_error(tmp_path: Path, ready: list[Ready]) -> None:
     for processes in (0, 2):
         with pytest.raises(WorkerFailed, match=r"^worker \d failed at step 1: ValueError: no such loss$"):
             simulate(tmp_path / str(processes), "allreduce", fickle(loss), processes=processes)
+
+
+class AtHome(nn.Linear):
+    """Cannot be built in another process."""
+
+    def __init__(self) -> None:
+        if os.getpid() != int(os.environ.get("TEST_HOME", "0")):
+            raise OSError("not at home")
+        super().__init__(64, 10)
+
+
+def test_a_task_that_others_cannot_build(tmp_path: Path, ready: list[Ready], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_HOME", str(os.getpid()))
+    data = TensorDataset(torch.randn(64, 64), torch.arange(64) % 10)
+    task = tt.Task(name="home", model=AtHome, loss=F.cross_entropy, train=data, validation=data, test=data)
+    with pytest.raises(
+        RunFailed, match="in another process: OSError: not at home; leave processes"
+    ):
+        simulate(tmp_path / "run", "allreduce", task, processes=1, batch_size=4, cluster=FAST)
 
 
 def test_before_they_have_started_it_goes_on_without_them(tmp_path: Path) -> None:

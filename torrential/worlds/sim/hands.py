@@ -18,6 +18,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from torrential.config import RunConfig
+from torrential.errors import RunFailed
 from torrential.optim.recipe import adapt_model
 from torrential.shipping import pack, unpack
 from torrential.task import Task
@@ -100,6 +102,8 @@ class _Job:
 class _Hand:
     def __init__(self, task: Task, config: RunConfig, model: nn.Module) -> None:
         ours, theirs = socket.socketpair()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # one that hangs must not hold up the simulation
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", max(1, round(config.settings.timeout)), 0))
         memory = os.memfd_create("torrential-slots")
         try:
             self.slots = Slots(model, memory)
@@ -206,6 +210,8 @@ class Hands:
         if said is None:  # it is there
             hand.free = list(range(SLOTS))
             return
+        if isinstance(said, str):
+            raise RunFailed(f"the task cannot be computed in another process: {said}; leave processes out")
         slot, losses, early, last, used = said
         job = hand.jobs.pop(slot)
         hand.free.append(slot)
@@ -264,10 +270,10 @@ class _Computing:
             for parameter, grad in zip(self._parameters, self._slots.grads[slot], strict=True):
                 if parameter.grad is not None:
                     grad.copy_(parameter.grad)
+            if buffers:
+                torch._foreach_copy_(self._slots.buffers[slot], self._gradients.buffers())
         except Exception:  # a user's task may raise anything; it is raised again where it is seen
             return None, [], [], []
-        if buffers:
-            torch._foreach_copy_(self._slots.buffers[slot], buffers)
         return losses, sorted(set(self._early)), self._reached, used
 
     def _arm(self) -> None:
@@ -278,10 +284,13 @@ class _Computing:
 def serve(line_fd: int, memory_fd: int, pickle_fd: int, tensor_fd: int) -> None:
     """The program of a hand: until the simulation is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the simulation decides when it ends
-    task, config, form = unpack(pickle_fd, tensor_fd)
-    torch.set_num_threads(config.settings.threads or 1)
     with Connection(line_fd) as line, contextlib.suppress(EOFError, OSError):
-        hand = _Computing(task, config, form, memory_fd)
+        try:
+            task, config, form = unpack(pickle_fd, tensor_fd)
+            torch.set_num_threads(config.settings.threads or 1)
+            hand = _Computing(task, config, form, memory_fd)
+        except Exception as error:  # a user's task may raise anything
+            return line.send(f"{type(error).__name__}: {error}")
         line.send(None)
         while True:
             slot, portions = line.recv()
