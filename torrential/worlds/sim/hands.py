@@ -16,7 +16,6 @@ import contextlib
 import mmap
 import os
 import select
-import signal
 import socket
 import struct
 import subprocess
@@ -37,6 +36,16 @@ from torrential.shipping import pack, unpack
 from torrential.task import Task
 from torrential.trainer.backward import Gradients, Portion, Work
 
+PROGRAM = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the simulation, also while torch is being loaded
+if os.getppid() != {parent}:
+    sys.exit(1)
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # the simulation decides when it ends
+sys.path[:] = {path}
+from {module} import serve
+serve{fds}
+"""
 SLOTS = 2
 ALIGNMENT = 64  # bytes
 
@@ -109,7 +118,7 @@ class _Hand:
             self.slots = Slots(model, memory)
             with pack((task, config, _form(model))) as parcel, theirs:
                 fds = (theirs.fileno(), memory, *parcel.fds)
-                program = f"import sys; sys.path[:] = {sys.path}; from {__name__} import serve; serve{fds}"
+                program = PROGRAM.format(parent=os.getpid(), path=sys.path, module=__name__, fds=fds)
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", program], pass_fds=fds, stdin=subprocess.DEVNULL
                 )
@@ -283,7 +292,6 @@ class _Computing:
 
 def serve(line_fd: int, memory_fd: int, pickle_fd: int, tensor_fd: int) -> None:
     """The program of a hand: until the simulation is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the simulation decides when it ends
     with Connection(line_fd) as line, contextlib.suppress(EOFError, OSError):
         try:
             task, config, form = unpack(pickle_fd, tensor_fd)
