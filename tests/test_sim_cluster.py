@@ -48,6 +48,7 @@ def test_a_file_is_read_and_named_after_itself(tmp_path: Path) -> None:
     [
         ({"host": 3}, "unknown field `host`; known: name, hosts, workers_per_host"),
         ({"a.b": 3}, "unknown field `a.b`; known: name"),
+        ({"faults": {"kind": "crash"}}, r"at `\$.faults`; .* write two brackets, as in \[\[faults\]\]"),
         ({"network": {"latency_seconds": 1.0}}, r"`latency_seconds` - at `\$.network`; known: latency, bandwidth"),
         (
             {"faults": [{"kind": "crash", "at": 1.0, "worker": 0, "when": 2}]},

@@ -40,8 +40,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     gradients: Literal["on", "off"] = "on"
     """Off: every message and clock of a simulation, and none of the arithmetic; nothing is learnt then."""
     processes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """That compute gradients beside a simulation, which is the same to the byte with any number of them. What a model
-    keeps besides parameters and buffers stays where it was computed."""
+    """Processes that compute gradients beside a simulation, to save time where it takes more than a few seconds; best
+    one fewer than there are idle cores. The result is the same to the byte, unless a model keeps more than parameters
+    and buffers from one batch to the next."""
     trace: bool = False
     """Whether a simulation writes trace.json, which Perfetto shows: what every role and NIC did when."""
 

@@ -93,6 +93,10 @@ def prepare(asked: Request, out: Path | None) -> Job:
     if settings.processes and (settings.gradients == "off" or device != "cpu"):
         what = "gradients=off" if settings.gradients == "off" else f"device: {device}"
         raise BadInput(f"processes compute gradients on this machine's cores ({what}); leave processes out")
+    cores = len(os.sched_getaffinity(0))
+    if settings.processes > cores:
+        best = f"use {cores - 1}, which leaves one for the simulation" if cores > 1 else "leave processes out"
+        raise BadInput(f"more processes than cores (processes: {settings.processes}, cores: {cores}); {best}")
     servers = _servers(asked, strategy, settings, model)
     cluster = _cluster(asked, settings, servers)
     if cluster is None:

@@ -93,6 +93,7 @@ class Progress:
                 self._trained(record)
             case Evaluation():
                 self._held_out[record.split] = record.value
+                self._came_to(record)
                 if not self._live:
                     self._print(
                         f"step {record.step:,} · epoch {record.epoch:,} · {self._metric_line(record.split)} · "
@@ -124,7 +125,7 @@ class Progress:
             )
 
     def _trained(self, record: Step) -> None:
-        worker, now = record.worker, self._clock()
+        worker = record.worker
         if self._states.get(worker, "starting") == "starting":
             self._states[worker] = "training"
         self._losses[worker] = record.loss
@@ -134,9 +135,15 @@ class Progress:
             0.9 * b + (n if math.isfinite(n) else 0.0) for b, n in zip(before, new, strict=True)
         )
         self._shares[worker] = (compute, communicate, wait)
+        self._came_to(record)
+
+    def _came_to(self, record: Step | Evaluation) -> None:
+        now, before = self._clock(), self._step
         self._step, self._epoch = max(self._step, record.step), max(self._epoch, record.epoch)
         if self._total is not None:
             self._total = max(self._total, self._step)  # with fewer workers than planned there are more steps
+        if isinstance(record, Evaluation) and record.step <= before:
+            return  # of parameters that others have gone on from
         if not self._points or now - self._points[-1][0] >= 0.02 or len(self._points) == 1:
             self._points.append((now, record.time, record.samples, record.step))
         while len(self._points) > 2 and now - self._points[0][0] > WINDOW_SECONDS:

@@ -259,6 +259,8 @@ def make_cluster(table: dict[str, Any], where: str = "the cluster") -> Cluster:
 
 def _remedy(error: str) -> str:
     """What there is instead of a key or a word that there is not; msgspec says where: `$.faults[0].kind`."""
+    if error.startswith("Expected `array`, got `object`"):
+        return "; there may be several of them: write two brackets, as in [[faults]]"
     node: Any = msgspec.inspect.type_info(Cluster)
     _, found, path = error.rpartition(" - at `$")
     for name in re.findall(r"\.(\w+)", path) if found else ():

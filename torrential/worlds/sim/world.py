@@ -110,6 +110,9 @@ class _Run:
             self._views = Views(self._hub, self._group, config, self._plan.numel, self._plan.bounds, self._event)
 
     def simulate(self) -> None:
+        if self._cluster.compute.seconds_per_sample == "measure":
+            detail = f"{self._seconds_per_sample:.3g} s per sample here; another time it may be another"
+            self._event("measured", None, detail)
         if self._config.settings.processes:
             self._hub.hands = Hands(self._config.settings.processes, self._job.task, self._config)
         if self._watch is not None:
