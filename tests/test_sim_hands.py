@@ -7,8 +7,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,83 @@ def test_a_task_that_others_cannot_build(tmp_path: Path, ready: list[Ready], mon
     task = tt.Task(name="home", model=AtHome, loss=F.cross_entropy, train=data, validation=data, test=data)
     with pytest.raises(RunFailed, match="in another process: OSError: not at home; leave processes"):
         simulate(tmp_path / "run", "allreduce", task, processes=1, batch_size=4, cluster=FAST)
+
+
+class Replacing(nn.Module):
+    """Puts another buffer, of another type, in the place of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.register_buffer("seen", torch.tensor(0), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen = self.seen * 0.9 + inputs.mean().detach()
+        return self.layer(inputs) * (1 + self.seen)
+
+
+class Overlapping(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+        whole = torch.zeros(4)
+        self.register_buffer("whole", whole)
+        self.register_buffer("part", whole[:2])
+
+
+class AnotherThere(nn.Sequential):
+    def __init__(self) -> None:
+        smaller = os.getpid() != int(os.environ.get("TEST_HOME", "0"))
+        super().__init__(nn.Linear(64, 5 if smaller else 50), nn.Linear(5 if smaller else 50, 10))
+
+
+class Locked(TensorDataset):
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__(*tensors)
+        self.lock = threading.Lock()
+
+
+def small(model: Any, dataset: Any = TensorDataset) -> tt.Task:
+    data = TensorDataset(torch.linspace(-1, 1, 64 * 64).view(64, 64), torch.arange(64) % 10)
+    train = dataset(*data.tensors)
+    return tt.Task(
+        name="small", model=model, loss=F.cross_entropy, train=train, validation=data, test=data, batch_size=4
+    )
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "downpour"])
+def test_buffers_that_are_replaced(strategy: str, tmp_path: Path, ready: list[Ready]) -> None:
+    task, options = small(Replacing), {"cluster": FAST, "epochs": 2}
+    alone = simulate(tmp_path / "alone", strategy, task, **options)
+    assert same(alone, simulate(tmp_path / "helped", strategy, task, processes=1, **options))
+
+
+def test_torchs_own_settings_go_with_them(tmp_path: Path, ready: list[Ready]) -> None:
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        alone = simulate(tmp_path / "alone", "bsp", cluster=FAST)
+        assert same(alone, simulate(tmp_path / "helped", "bsp", processes=1, cluster=FAST)) and ready[0].done
+    finally:
+        torch.backends.mkldnn.enabled = before
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy", "words"),
+    [
+        (lambda: small(Overlapping), "downpour", "share no memory; leave processes out"),
+        (lambda: small(AnotherThere), "allreduce", r"ValueError: its model is another one there .*; leave processes"),
+        (lambda: small(nn.Linear, Locked), "allreduce", r"cannot be given to other processes: .*; leave processes out"),
+    ],
+)
+def test_where_they_cannot_help(
+    task: Any, strategy: str, words: str, tmp_path: Path, ready: list[Ready], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_HOME", str(os.getpid()))
+    made = task()
+    if made.model is nn.Linear:
+        made = replace(made, model=lambda: nn.Linear(64, 10))
+    with pytest.raises(RunFailed, match=words):
+        simulate(tmp_path / "run", strategy, made, processes=1, cluster=FAST)
 
 
 def test_before_they_have_started_it_goes_on_without_them(tmp_path: Path) -> None:

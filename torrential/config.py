@@ -42,7 +42,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     processes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Processes that compute gradients beside a simulation, to save time where it takes more than a few seconds; best
     one fewer than there are idle cores. The result is the same to the byte, unless a model keeps more than parameters
-    and buffers from one batch to the next."""
+    and buffers from one batch to the next, or a data set anything."""
     trace: bool = False
     """Whether a simulation writes trace.json, which Perfetto shows: what every role and NIC did when."""
 

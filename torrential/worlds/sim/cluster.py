@@ -86,8 +86,8 @@ class Inside(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     letter: Seconds = 0.0
     """That a letter takes whoever reads it, whatever is in it; in shared memory, what each of the others has put there
     for a sum or a vote."""
-    request: Seconds = 0.0
-    """That a worker's request takes a server, besides what it does with tensors."""
+    request: Seconds | None = None
+    """That a worker's request takes a server, besides what it does with tensors; None: as long as any letter."""
     memory: Seconds | None = None
     """Per byte that is read or written, where roles of one host share memory, as with transport=shared: tensors stay
     where they are, and whoever copies, adds up or updates them (in allreduce its own slice) takes its own time for it.

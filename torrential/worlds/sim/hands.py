@@ -13,6 +13,7 @@ had begun is computed here. Each has two slots, so that it need not wait for the
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import select
@@ -22,15 +23,17 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import torch
+from msgspec.msgpack import decode, encode
 from torch import Tensor, nn
 
 from torrential.config import RunConfig
-from torrential.errors import RunFailed
+from torrential.errors import RunFailed, TorrentialError
 from torrential.optim.recipe import adapt_model
 from torrential.shipping import pack, unpack
 from torrential.task import Task
@@ -47,6 +50,7 @@ from {module} import serve
 serve{fds}
 """
 SLOTS = 2
+FAILED: tuple[Any, ...] = (None, [], [], [])
 ALIGNMENT = 64  # bytes
 
 
@@ -61,7 +65,8 @@ class Slots:
             places.append(end)
             end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
         size = max(end, ALIGNMENT)
-        os.ftruncate(fd, SLOTS * size)
+        if os.fstat(fd).st_size == 0:
+            os.ftruncate(fd, SLOTS * size)
         memory = torch.frombuffer(mmap.mmap(fd, SLOTS * size), dtype=torch.uint8)
 
         def view(tensor: Tensor, start: int) -> Tensor:
@@ -76,7 +81,56 @@ class Slots:
             self.grads.append(views[len(like) :])
 
 
-Form = tuple[tuple[int, ...], int]  # strides, and the address modulo ALIGNMENT: the last bits may depend on both
+def _copied(into: list[Tensor], tensors: list[Tensor]) -> bool:
+    """Whether they are of one kind, and so could be; a module may have put another buffer in the place of one."""
+    if len(into) != len(tensors):
+        return False
+    for one, other in zip(into, tensors, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+    if into:
+        torch._foreach_copy_(into, tensors)
+    return True
+
+
+# -- the form of a model: with it, the last bits are the same elsewhere -----------------------------------------------
+class Form(msgspec.Struct):
+    shape: list[int]
+    dtype: str
+    strides: list[int]
+    place: int  # its address modulo ALIGNMENT
+
+
+class Settings(msgspec.Struct):
+    """Torch's, of the whole process."""
+
+    dtype: str
+    matmul: str
+    deterministic: bool
+    mkldnn: bool
+
+    @classmethod
+    def here(cls) -> Settings:
+        return cls(
+            str(torch.get_default_dtype()),
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+            bool(torch.backends.mkldnn.enabled),
+        )
+
+    def adopt(self) -> None:
+        torch.set_default_dtype(getattr(torch, self.dtype.removeprefix("torch.")))
+        torch.set_float32_matmul_precision(self.matmul)
+        torch.use_deterministic_algorithms(self.deterministic)
+        torch.backends.mkldnn.enabled = self.mkldnn  # type: ignore[assignment]
+
+
+class Welcome(msgspec.Struct):
+    """What a hand is told first."""
+
+    config: RunConfig
+    form: list[Form]
+    settings: Settings
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
@@ -84,19 +138,33 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _form(model: nn.Module) -> list[Form]:
-    return [(tensor.stride(), tensor.data_ptr() % ALIGNMENT) for tensor in _tensors(model)]
+    tensors = _tensors(model)
+    spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t.shape, t.stride()) * t.element_size()) for t in tensors)
+    if any(after < end for (_, end), (after, _) in itertools.pairwise(spans)):
+        raise RunFailed("processes are for models whose parameters and buffers share no memory; leave processes out")
+    return [Form(list(t.shape), str(t.dtype), list(t.stride()), t.data_ptr() % ALIGNMENT) for t in tensors]
 
 
-def _formed(tensor: Tensor, strides: tuple[int, ...], place: int) -> Tensor:
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+
+
+def _formed(tensor: Tensor, form: Form) -> Tensor:
     """Memory like the tensor's, but of this form."""
+    if list(tensor.shape) != form.shape or str(tensor.dtype) != form.dtype:
+        raise ValueError(
+            f"its model is another one there ({tensor.dtype} {list(tensor.shape)}, not {form.dtype} {form.shape})"
+        )
     if not tensor.numel():
         return tensor.data
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
-    raw = torch.zeros(extent * tensor.element_size() + 2 * ALIGNMENT, dtype=torch.uint8)
-    start = (place - raw.data_ptr()) % ALIGNMENT
-    return raw[start : start + extent * tensor.element_size()].view(tensor.dtype).as_strided(tensor.shape, strides)
+    nbytes = _extent(form.shape, form.strides) * tensor.element_size()
+    raw = torch.zeros(nbytes + 2 * ALIGNMENT, dtype=torch.uint8)
+    start = (form.place - raw.data_ptr()) % ALIGNMENT
+    return raw[start : start + nbytes].view(tensor.dtype).as_strided(form.shape, form.strides)
 
 
+# -- the simulation's side --------------------------------------------------------------------------------------------
 class _Job:
     """A Work, and where it is."""
 
@@ -113,18 +181,22 @@ class _Hand:
         ours, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # one that hangs must not hold up the simulation
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", max(1, round(config.settings.timeout)), 0))
+        welcome = Welcome(config, _form(model), Settings.here())
         memory = os.memfd_create("torrential-slots")
         try:
             self.slots = Slots(model, memory)
-            with pack((task, config, _form(model))) as parcel, theirs:
+            with pack(task) as parcel, theirs:
                 fds = (theirs.fileno(), memory, *parcel.fds)
                 program = PROGRAM.format(parent=os.getpid(), path=sys.path, module=__name__, fds=fds)
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", program], pass_fds=fds, stdin=subprocess.DEVNULL
+                    [sys.executable, "-c", program], pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
                 )
+        except TorrentialError as error:
+            raise RunFailed(f"the task cannot be given to other processes: {error}; leave processes out") from error
         finally:
             os.close(memory)
         self.line = Connection(ours.detach())
+        self.line.send_bytes(encode(welcome))
         self.free: list[int] = []  # slots; none before it is there
         self.jobs: dict[int, _Job] = {}  # by slot
 
@@ -196,7 +268,7 @@ class Hands:
         for fd, _ in self._poll.poll(1000 * timeout):
             hand = self._hands[fd]
             try:
-                self._take(hand, hand.line.recv())
+                self._take(hand, decode(hand.line.recv_bytes()))
             except (EOFError, OSError):
                 self._lose(hand)
         for hand in self._hands.values():
@@ -206,14 +278,14 @@ class Hands:
                     self._give(hand, job)
 
     def _give(self, hand: _Hand, job: _Job) -> None:
-        slot = hand.free.pop()
+        slot, gradients = hand.free[-1], job.work.gradients
+        if not _copied(hand.slots.states[slot], [*(p.detach() for p in gradients.parameters), *gradients.buffers()]):
+            return  # for nobody but this process
+        hand.free.pop()
         job.hand, hand.jobs[slot] = hand, job
-        gradients = job.work.gradients
-        state = [*(p.detach() for p in gradients.parameters), *gradients.buffers()]
-        torch._foreach_copy_(hand.slots.states[slot], state)
-        portions = [(p.position, p.indices.numpy(), p.weight, p.scale) for p in job.work.portions]
+        portions = [(p.position, p.indices.numpy().tobytes(), p.weight, p.scale) for p in job.work.portions]
         with contextlib.suppress(OSError):  # its death is seen in what it says
-            hand.line.send((slot, portions))
+            hand.line.send_bytes(encode((slot, portions)))
 
     def _take(self, hand: _Hand, said: Any) -> None:
         if said is None:  # it is there
@@ -227,16 +299,13 @@ class Hands:
         if not job.wanted:
             return
         job.hand = None
-        if losses is None:
-            return  # it failed there, and will fail here in the sight of all
         gradients, watch = job.work.gradients, job.work.watch
+        if losses is None or not _copied(gradients.buffers(), hand.slots.buffers[slot]):
+            return  # it failed there, and will fail here in the sight of all
         parameters = gradients.parameters
         for parameter, grad, has in zip(parameters, hand.slots.grads[slot], used, strict=True):
             if has:
                 parameter.grad = torch.empty_like(parameter).copy_(grad)
-        buffers = gradients.buffers()
-        if buffers:
-            torch._foreach_copy_(buffers, hand.slots.buffers[slot])
         if watch is not None:
             watch.replay([parameters[i] for i in early], [parameters[i] for i in last])
         job.losses = losses
@@ -252,10 +321,14 @@ class Hands:
 
 # -- the other side ---------------------------------------------------------------------------------------------------
 class _Computing:
-    def __init__(self, task: Task, config: RunConfig, form: list[Form], memory: int) -> None:
+    def __init__(self, task: Task, welcome: Welcome, memory: int) -> None:
+        config = welcome.config
         self._model = adapt_model(config.recipe, task.model()).train()
-        for tensor, (strides, place) in zip(_tensors(self._model), form, strict=True):
-            tensor.data = _formed(tensor, strides, place)
+        tensors = _tensors(self._model)
+        if len(tensors) != len(welcome.form):
+            raise ValueError(f"its model is another one there ({len(tensors)} tensors, not {len(welcome.form)})")
+        for tensor, form in zip(tensors, welcome.form, strict=True):
+            tensor.data = _formed(tensor, form)
         self._gradients = Gradients(task, self._model, torch.device("cpu"), config.seed)
         self._slots = Slots(self._model, memory)
         self._parameters = self._gradients.parameters
@@ -268,21 +341,22 @@ class _Computing:
     def compute(self, slot: int, given: Iterable[Any]) -> tuple[Any, ...]:
         """Losses, or None if it failed; the parameters reached before the last portion, and in it; which have a
         gradient."""
-        portions = [Portion(position, torch.from_numpy(indices), *rest) for position, indices, *rest in given]
-        buffers = self._gradients.buffers()
+        portions = [Portion(tuple(at), _indices(raw), *rest) for at, raw, *rest in given]
         self._early, self._reached = [], []
         self._model.zero_grad(set_to_none=True)
-        torch._foreach_copy_([*(p.detach() for p in self._parameters), *buffers], self._slots.states[slot])
+        mine = [*(p.detach() for p in self._parameters), *self._gradients.buffers()]
         try:
+            if not _copied(mine, self._slots.states[slot]):
+                return FAILED
             losses = self._gradients.add_up(portions, self._arm)
             used = [parameter.grad is not None for parameter in self._parameters]
             for parameter, grad in zip(self._parameters, self._slots.grads[slot], strict=True):
                 if parameter.grad is not None:
                     grad.copy_(parameter.grad)
-            if buffers:
-                torch._foreach_copy_(self._slots.buffers[slot], self._gradients.buffers())
+            if not _copied(self._slots.buffers[slot], self._gradients.buffers()):
+                return FAILED
         except Exception:  # a user's task may raise anything; it is raised again where it is seen
-            return None, [], [], []
+            return FAILED
         return losses, sorted(set(self._early)), self._reached, used
 
     def _arm(self) -> None:
@@ -290,16 +364,22 @@ class _Computing:
         self._early, self._reached = self._reached, []
 
 
+def _indices(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.int64) if raw else torch.empty(0, dtype=torch.int64)
+
+
 def serve(line_fd: int, memory_fd: int, pickle_fd: int, tensor_fd: int) -> None:
     """The program of a hand: until the simulation is gone."""
     with Connection(line_fd) as line, contextlib.suppress(EOFError, OSError):
+        welcome = decode(line.recv_bytes(), type=Welcome)
         try:
-            task, config, form = unpack(pickle_fd, tensor_fd)
-            torch.set_num_threads(config.settings.threads or 1)
-            hand = _Computing(task, config, form, memory_fd)
+            welcome.settings.adopt()
+            task = unpack(pickle_fd, tensor_fd)
+            torch.set_num_threads(welcome.config.settings.threads or 1)
+            hand = _Computing(task, welcome, memory_fd)
         except Exception as error:  # a user's task may raise anything
-            return line.send(f"{type(error).__name__}: {error}")
-        line.send(None)
+            return line.send_bytes(encode(f"{type(error).__name__}: {error}"))
+        line.send_bytes(encode(None))
         while True:
-            slot, portions = line.recv()
-            line.send((slot, *hand.compute(slot, portions)))
+            slot, portions = decode(line.recv_bytes())
+            line.send_bytes(encode((slot, *hand.compute(slot, portions))))

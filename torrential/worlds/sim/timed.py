@@ -75,7 +75,8 @@ class TimedServer(Server):
         super().handle(letter)
         self.comm.held = None
         inside = self.comm.hub.cluster.inside
-        self.comm.work(inside.request if isinstance(letter.message, Request) else inside.letter)
+        asked = inside.request if isinstance(letter.message, Request) else None
+        self.comm.work(inside.letter if asked is None else asked)
         self.comm.work_on(LOOK * sum(t.nbytes for t in letter.tensors) + self._traffic(before, said))
         self.comm.span("serve", began)
         for to, message, tensors in said:
