@@ -178,25 +178,35 @@ class _Job:
 
 class _Hand:
     def __init__(self, task: Task, config: RunConfig, model: nn.Module) -> None:
-        ours, theirs = socket.socketpair()
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # one that hangs must not hold up the simulation
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", max(1, round(config.settings.timeout)), 0))
         welcome = Welcome(config, _form(model), Settings.here())
-        memory = os.memfd_create("torrential-slots")
         try:
-            self.slots = Slots(model, memory)
-            with pack(task) as parcel, theirs:
+            parcel = pack(task)
+        except TorrentialError as error:
+            raise RunFailed(f"the task cannot be given to other processes: {error}; leave processes out") from error
+        memory = os.memfd_create("torrential-slots")
+        ours, theirs = socket.socketpair()
+        try:
+            with parcel, theirs:
+                for option in (
+                    socket.SO_SNDTIMEO,
+                    socket.SO_RCVTIMEO,
+                ):  # one that hangs must not hold up the simulation
+                    seconds = max(1, round(config.settings.timeout))
+                    ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+                self.slots = Slots(model, memory)
                 fds = (theirs.fileno(), memory, *parcel.fds)
                 program = PROGRAM.format(parent=os.getpid(), path=sys.path, module=__name__, fds=fds)
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", program], pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
                 )
-        except TorrentialError as error:
-            raise RunFailed(f"the task cannot be given to other processes: {error}; leave processes out") from error
+        except BaseException:
+            ours.close()
+            raise
         finally:
             os.close(memory)
         self.line = Connection(ours.detach())
-        self.line.send_bytes(encode(welcome))
+        with contextlib.suppress(OSError):  # its death is seen in what it does not say
+            self.line.send_bytes(encode(welcome))
         self.free: list[int] = []  # slots; none before it is there
         self.jobs: dict[int, _Job] = {}  # by slot
 
