@@ -90,13 +90,7 @@ def prepare(asked: Request, out: Path | None) -> Job:
         raise BadInput(f"more hosts than workers (hosts: {settings.hosts}, workers: {asked.workers}); use fewer hosts")
     model, sample = _try_once(task)
     device = _device(asked.device)
-    if settings.processes and (settings.gradients == "off" or device != "cpu"):
-        what = "gradients=off" if settings.gradients == "off" else f"device: {device}"
-        raise BadInput(f"processes compute gradients on this machine's cores ({what}); leave processes out")
-    cores = len(os.sched_getaffinity(0))
-    if settings.processes > cores:
-        best = f"use {cores - 1}, which leaves one for the simulation" if cores > 1 else "leave processes out"
-        raise BadInput(f"more processes than cores (processes: {settings.processes}, cores: {cores}); {best}")
+    _check_processes(settings, device)
     servers = _servers(asked, strategy, settings, model)
     cluster = _cluster(asked, settings, servers)
     if cluster is None:
@@ -139,6 +133,16 @@ def prepare(asked: Request, out: Path | None) -> Job:
     records.write_manifest(directory, manifest)
     _lock(directory)
     return Job(config, task, strategy, directory, changes=changes, warnings=warnings)
+
+
+def _check_processes(settings: Settings, device: str) -> None:
+    if settings.processes and (settings.gradients == "off" or device != "cpu"):
+        what = "gradients=off" if settings.gradients == "off" else f"device: {device}"
+        raise BadInput(f"processes compute gradients on this machine's cores ({what}); leave processes out")
+    cores = len(os.sched_getaffinity(0))
+    if settings.processes > cores:
+        best = f"use {cores - 1}, which leaves one for the simulation" if cores > 1 else "leave processes out"
+        raise BadInput(f"more processes than cores (processes: {settings.processes}, cores: {cores}); {best}")
 
 
 def _cluster(asked: Request, settings: Settings, servers: int) -> dict[str, Any] | None:

@@ -210,10 +210,6 @@ class Execution:
         self._meter.bytes_sent += part.nbytes
 
     def _land(self, receives: Sequence[Receive], places: Sequence[Place]) -> None:
-        if len(receives) == 1 and receives[0].add:
-            (came,), (receive,) = self._messenger.take(*places[0]), receives
-            before, after = ([came], []) if receive.source < self._index else ([], [came])
-            return _add(before, self._vector[receive.start : receive.stop], after)
         terms: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}  # by part: what is to be added, and whose it is
         for receive, place in zip(receives, places, strict=True):
             (came,) = self._messenger.take(*place)

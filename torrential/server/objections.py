@@ -49,24 +49,17 @@ def _wrong_values(shard: Shard, ask: Ask) -> str | None:
         if wrong is not None:
             return wrong
         tensors = tensors[:1]
-    elif (tensors or kind is not Push) and not _fit(tensors, request.spans):  # a push of nothing completes its clock
-        found, sizes = [tuple(tensor.shape) for tensor in tensors], [last - first for first, last in request.spans]
-        return f"sent shapes {found} to {_verb(kind)}, where {sizes} elements belong"
+    elif tensors or kind is not Push:  # a push of nothing completes its clock
+        sizes = [last - first for first, last in request.spans]
+        if [tensor.shape for tensor in tensors] != [(size,) for size in sizes]:
+            found = [tuple(tensor.shape) for tensor in tensors]
+            return f"sent shapes {found} to {_verb(kind)}, where {sizes} elements belong"
     for tensor in tensors:
-        if tensor.dtype is not shard.store.dtype:
+        if tensor.dtype != shard.store.dtype:
             return f"sent {tensor.dtype} to {_verb(kind)}, where {shard.store.dtype} belongs"
         if not finite(tensor):
             return f"sent NaN or infinite values to {_verb(kind)} at clock {request.clock}; nothing was changed"
     return None
-
-
-def _fit(tensors: Sequence[Tensor], spans: Sequence[tuple[int, int]]) -> bool:
-    if len(tensors) != len(spans):
-        return False
-    for tensor, (first, last) in zip(tensors, spans, strict=True):
-        if tensor.dim() != 1 or tensor.numel() != last - first:
-            return False
-    return True
 
 
 def _wrong_keys(shard: Shard, tensors: Sequence[Tensor]) -> str | None:

@@ -20,6 +20,7 @@ from torrential.data.batches import Batches
 from torrential.data.resize import Resize
 from torrential.task import Task
 from torrential.trainer.randomness import seed_all
+from torrential.trainer.snapshot import buffers_of
 from torrential.trainer.watch import BackwardWatch
 
 
@@ -33,19 +34,12 @@ class Portion(NamedTuple):
 class Gradients:
     def __init__(self, task: Task, model: nn.Module, device: torch.device, seed: int) -> None:
         self.task, self.model, self._device, self._seed = task, model, device, seed
-        self.parameters, self._modules = list(model.parameters()), list(model.modules())
         self._batches = Batches(task.train, torch.device("cpu") if device.type == "meta" else device)
 
     @property
     def samples(self) -> int:
         """There are in the training set."""
         return len(self._batches)
-
-    def buffers(self) -> list[Tensor]:
-        """As they are now: modules may put others in their place. What snapshot.buffers_of does takes ten times as
-        long."""
-        found = (buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None)
-        return [buffer.detach() for buffer in dict.fromkeys(found)]
 
     def add_up(self, portions: Sequence[Portion], last: Callable[[], None] | None = None) -> list[float]:
         """In the parameters' `grad`; returns the portions' losses. `last` is called before the last backward."""
@@ -57,13 +51,13 @@ class Gradients:
                 inputs = Resize.apply(inputs, portion.scale)
             loss = self.task.loss(self.model(inputs), targets)
             if done == 1 < len(portions):
-                buffers = [b.clone() for b in self.buffers()]
+                buffers = [b.clone() for b in buffers_of(self.model).values()]
             if done == len(portions) and last is not None:
                 last()
             (loss if portion.weight == 1.0 else loss * portion.weight).backward()
             losses.append(float(loss.detach()))
         if buffers:  # statistics are those of the first, as with a worker for each
-            torch._foreach_copy_(self.buffers(), buffers)
+            torch._foreach_copy_(list(buffers_of(self.model).values()), buffers)
         return losses
 
 

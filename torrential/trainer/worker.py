@@ -98,7 +98,7 @@ class Worker:
         if self.ballot is not None and self.ballot.done():
             conclude(self)
         elif self._buffers_before:  # the forward of a step that will be redone leaves no trace
-            torch._foreach_copy_(self._gradients.buffers(), self._buffers_before)
+            torch._foreach_copy_(list(buffers_of(self.model).values()), self._buffers_before)
         self.ballot, self._buffers_before = None, []
         return self._applied
 
@@ -189,7 +189,7 @@ class Worker:
 
         self._watch.begin(announce)
         if len(self.comm.members) > 1:
-            self._buffers_before = [b.clone() for b in self._gradients.buffers()]
+            self._buffers_before = [b.clone() for b in buffers_of(self.model).values()]
         work = self._no_work if self._dry else Work(self._gradients, self._portions(share), self._watch)
         losses = self.comm.compute(len(share.indices), work)
         self._brake.hold(began)

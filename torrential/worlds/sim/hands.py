@@ -13,8 +13,6 @@ had begun is computed here. Each has two slots, so that it need not wait for the
 from __future__ import annotations
 
 import contextlib
-import itertools
-import mmap
 import os
 import select
 import socket
@@ -23,21 +21,19 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
 import torch
 from msgspec.msgpack import decode, encode
-from torch import Tensor, nn
+from torch import nn
 
 from torrential.config import RunConfig
 from torrential.errors import RunFailed, TorrentialError
-from torrential.optim.recipe import adapt_model
-from torrential.shipping import pack, unpack
+from torrential.shipping import pack
 from torrential.task import Task
-from torrential.trainer.backward import Gradients, Portion, Work
+from torrential.trainer.backward import Work
+from torrential.worlds.sim.slots import SLOTS, Flags, Slots, Welcome, copied, form_of, tensors_of
 
 PROGRAM = """
 import ctypes, os, signal, sys
@@ -46,125 +42,11 @@ if os.getppid() != {parent}:
     sys.exit(1)
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # the simulation decides when it ends
 sys.path[:] = {path}
-from {module} import serve
+from torrential.worlds.sim.hand import serve
 serve{fds}
 """
-SLOTS = 2
-FAILED: tuple[Any, ...] = (None, [], [], [])
-ALIGNMENT = 64  # bytes
 
 
-class Slots:
-    """Memory for models and their gradients, seen by two processes."""
-
-    def __init__(self, model: nn.Module, fd: int) -> None:
-        grads: list[Tensor] = list(model.parameters())
-        like = grads + list(model.buffers())
-        places, end = [], 0
-        for tensor in like + grads:
-            places.append(end)
-            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-        size = max(end, ALIGNMENT)
-        if os.fstat(fd).st_size == 0:
-            os.ftruncate(fd, SLOTS * size)
-        memory = torch.frombuffer(mmap.mmap(fd, SLOTS * size), dtype=torch.uint8)
-
-        def view(tensor: Tensor, start: int) -> Tensor:
-            raw = memory[start : start + tensor.numel() * tensor.element_size()]
-            return raw.view(tensor.dtype).view(tensor.shape) if tensor.numel() else torch.empty_like(tensor)
-
-        self.states, self.buffers, self.grads = [], [], []
-        for slot in range(SLOTS):
-            views = [view(t, slot * size + start) for t, start in zip(like + grads, places, strict=True)]
-            self.states.append(views[: len(like)])
-            self.buffers.append(views[len(grads) : len(like)])
-            self.grads.append(views[len(like) :])
-
-
-def _copied(into: list[Tensor], tensors: list[Tensor]) -> bool:
-    """Whether they are of one kind, and so could be; a module may have put another buffer in the place of one."""
-    if len(into) != len(tensors):
-        return False
-    for one, other in zip(into, tensors, strict=True):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-    if into:
-        torch._foreach_copy_(into, tensors)
-    return True
-
-
-# -- the form of a model: with it, the last bits are the same elsewhere -----------------------------------------------
-class Form(msgspec.Struct):
-    shape: list[int]
-    dtype: str
-    strides: list[int]
-    place: int  # its address modulo ALIGNMENT
-
-
-class Settings(msgspec.Struct):
-    """Torch's, of the whole process."""
-
-    dtype: str
-    matmul: str
-    deterministic: bool
-    mkldnn: bool
-
-    @classmethod
-    def here(cls) -> Settings:
-        return cls(
-            str(torch.get_default_dtype()),
-            torch.get_float32_matmul_precision(),
-            torch.are_deterministic_algorithms_enabled(),
-            bool(torch.backends.mkldnn.enabled),
-        )
-
-    def adopt(self) -> None:
-        torch.set_default_dtype(getattr(torch, self.dtype.removeprefix("torch.")))
-        torch.set_float32_matmul_precision(self.matmul)
-        torch.use_deterministic_algorithms(self.deterministic)
-        torch.backends.mkldnn.enabled = self.mkldnn  # type: ignore[assignment]
-
-
-class Welcome(msgspec.Struct):
-    """What a hand is told first."""
-
-    config: RunConfig
-    form: list[Form]
-    settings: Settings
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _form(model: nn.Module) -> list[Form]:
-    tensors = _tensors(model)
-    spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t.shape, t.stride()) * t.element_size()) for t in tensors)
-    if any(after < end for (_, end), (after, _) in itertools.pairwise(spans)):
-        raise RunFailed("processes are for models whose parameters and buffers share no memory; leave processes out")
-    return [Form(list(t.shape), str(t.dtype), list(t.stride()), t.data_ptr() % ALIGNMENT) for t in tensors]
-
-
-def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last."""
-    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-
-
-def _formed(tensor: Tensor, form: Form) -> Tensor:
-    """Memory like the tensor's, but of this form."""
-    if list(tensor.shape) != form.shape or str(tensor.dtype) != form.dtype:
-        raise ValueError(
-            f"its model is another one there ({tensor.dtype} {list(tensor.shape)}, not {form.dtype} {form.shape})"
-        )
-    if not tensor.numel():
-        return tensor.data
-    nbytes = _extent(form.shape, form.strides) * tensor.element_size()
-    raw = torch.zeros(nbytes + 2 * ALIGNMENT, dtype=torch.uint8)
-    start = (form.place - raw.data_ptr()) % ALIGNMENT
-    return raw[start : start + nbytes].view(tensor.dtype).as_strided(form.shape, form.strides)
-
-
-# -- the simulation's side --------------------------------------------------------------------------------------------
 class _Job:
     """A Work, and where it is."""
 
@@ -178,7 +60,7 @@ class _Job:
 
 class _Hand:
     def __init__(self, task: Task, config: RunConfig, model: nn.Module) -> None:
-        welcome = Welcome(config, _form(model), Settings.here())
+        welcome = Welcome(config, form_of(model), Flags.here())
         try:
             parcel = pack(task)
         except TorrentialError as error:
@@ -195,7 +77,7 @@ class _Hand:
                     ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
                 self.slots = Slots(model, memory)
                 fds = (theirs.fileno(), memory, *parcel.fds)
-                program = PROGRAM.format(parent=os.getpid(), path=sys.path, module=__name__, fds=fds)
+                program = PROGRAM.format(parent=os.getpid(), path=sys.path, fds=fds)
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", program], pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
                 )
@@ -289,7 +171,7 @@ class Hands:
 
     def _give(self, hand: _Hand, job: _Job) -> None:
         slot, gradients = hand.free[-1], job.work.gradients
-        if not _copied(hand.slots.states[slot], [*(p.detach() for p in gradients.parameters), *gradients.buffers()]):
+        if not copied(hand.slots.states[slot], tensors_of(gradients.model)):
             return  # for nobody but this process
         hand.free.pop()
         job.hand, hand.jobs[slot] = hand, job
@@ -310,9 +192,9 @@ class Hands:
             return
         job.hand = None
         gradients, watch = job.work.gradients, job.work.watch
-        if losses is None or not _copied(gradients.buffers(), hand.slots.buffers[slot]):
+        if losses is None or not copied(list(gradients.model.buffers()), hand.slots.buffers[slot]):
             return  # it failed there, and will fail here in the sight of all
-        parameters = gradients.parameters
+        parameters = list(gradients.model.parameters())
         for parameter, grad, has in zip(parameters, hand.slots.grads[slot], used, strict=True):
             if has:
                 parameter.grad = torch.empty_like(parameter).copy_(grad)
@@ -327,69 +209,3 @@ class Hands:
         hand.end()
         for job in hand.jobs.values():
             job.hand = None
-
-
-# -- the other side ---------------------------------------------------------------------------------------------------
-class _Computing:
-    def __init__(self, task: Task, welcome: Welcome, memory: int) -> None:
-        config = welcome.config
-        self._model = adapt_model(config.recipe, task.model()).train()
-        tensors = _tensors(self._model)
-        if len(tensors) != len(welcome.form):
-            raise ValueError(f"its model is another one there ({len(tensors)} tensors, not {len(welcome.form)})")
-        for tensor, form in zip(tensors, welcome.form, strict=True):
-            tensor.data = _formed(tensor, form)
-        self._gradients = Gradients(task, self._model, torch.device("cpu"), config.seed)
-        self._slots = Slots(self._model, memory)
-        self._parameters = self._gradients.parameters
-        self._early: list[int] = []
-        self._reached: list[int] = []  # since then
-        for index, parameter in enumerate(self._parameters):
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._reached.append(i))
-
-    def compute(self, slot: int, given: Iterable[Any]) -> tuple[Any, ...]:
-        """Losses, or None if it failed; the parameters reached before the last portion, and in it; which have a
-        gradient."""
-        portions = [Portion(tuple(at), _indices(raw), *rest) for at, raw, *rest in given]
-        self._early, self._reached = [], []
-        self._model.zero_grad(set_to_none=True)
-        mine = [*(p.detach() for p in self._parameters), *self._gradients.buffers()]
-        try:
-            if not _copied(mine, self._slots.states[slot]):
-                return FAILED
-            losses = self._gradients.add_up(portions, self._arm)
-            used = [parameter.grad is not None for parameter in self._parameters]
-            for parameter, grad in zip(self._parameters, self._slots.grads[slot], strict=True):
-                if parameter.grad is not None:
-                    grad.copy_(parameter.grad)
-            if not _copied(self._slots.buffers[slot], self._gradients.buffers()):
-                return FAILED
-        except Exception:  # a user's task may raise anything; it is raised again where it is seen
-            return FAILED
-        return losses, sorted(set(self._early)), self._reached, used
-
-    def _arm(self) -> None:
-        """The last portion follows."""
-        self._early, self._reached = self._reached, []
-
-
-def _indices(raw: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.int64) if raw else torch.empty(0, dtype=torch.int64)
-
-
-def serve(line_fd: int, memory_fd: int, pickle_fd: int, tensor_fd: int) -> None:
-    """The program of a hand: until the simulation is gone."""
-    with Connection(line_fd) as line, contextlib.suppress(EOFError, OSError):
-        welcome = decode(line.recv_bytes(), type=Welcome)
-        try:
-            welcome.settings.adopt()
-            task = unpack(pickle_fd, tensor_fd)
-            torch.set_num_threads(welcome.config.settings.threads or 1)
-            hand = _Computing(task, welcome, memory_fd)
-        except Exception as error:  # a user's task may raise anything
-            return line.send_bytes(encode(f"{type(error).__name__}: {error}"))
-        line.send_bytes(encode(None))
-        while True:
-            slot, portions = decode(line.recv_bytes())
-            line.send_bytes(encode((slot, *hand.compute(slot, portions))))

@@ -71,11 +71,12 @@ class Path:
         "to_host",
     )
 
-    def __init__(self, source: int, from_host: int, to: int, to_host: int) -> None:
+    def __init__(
+        self, source: int, from_host: int, to: int, to_host: int, out: Line, into: Line | None, desk: Desk
+    ) -> None:
+        """`into`: None inside a host."""
         self.source, self.from_host, self.to, self.to_host = source, from_host, to, to_host
-        self.out: Line
-        self.into: Line | None  # None inside a host
-        self.desk: Desk
+        self.out, self.into, self.desk = out, into, desk
         self.last = 0.0  # when the last message was delivered
         self.leaving = 0.0  # when the last large message has left the sender's NIC
         self.coming, self.coming_till = 0, 0.0  # how many are on the way to the receiver's NIC, and till when
@@ -117,13 +118,13 @@ class Network:
             self._leave(path, what)
 
     def _path(self, source: int, from_host: int, to: int, to_host: int) -> Path:
-        path = self._paths[source, to] = Path(source, from_host, to, to_host)
-        path.desk = self._desks.setdefault(to, Desk())
         if from_host == to_host:
-            path.out, path.into = self._inside.setdefault(source, Line(self._costs.inside_bandwidth)), None
+            out, into = self._inside.setdefault(source, Line(self._costs.inside_bandwidth)), None
         else:
-            path.out = self._out.setdefault(from_host, Line(self._costs.bandwidth))
-            path.into = self._in.setdefault(to_host, Line(self._costs.bandwidth))
+            out = self._out.setdefault(from_host, Line(self._costs.bandwidth))
+            into = self._in.setdefault(to_host, Line(self._costs.bandwidth))
+        desk = self._desks.setdefault(to, Desk())
+        path = self._paths[source, to] = Path(source, from_host, to, to_host, out, into, desk)
         return path
 
     def _queue(self, path: Path, what: Sending) -> None:
