@@ -147,7 +147,9 @@ def test_an_error_is_the_same_error(tmp_path: Path, ready: list[Ready]) -> None:
         return F.cross_entropy(outputs, targets)
 
     for processes in (0, 2):
-        with pytest.raises(WorkerFailed, match=r"^worker \d failed at step 1: ValueError: no such loss$"):
+        with pytest.raises(
+            WorkerFailed, match=r"^worker \d failed at step 1: the task's loss raised ValueError: no such loss \("
+        ):
             simulate(tmp_path / str(processes), "allreduce", fickle(loss), processes=processes)
 
 
@@ -164,7 +166,9 @@ def test_a_task_that_others_cannot_build(tmp_path: Path, ready: list[Ready], mon
     monkeypatch.setenv("TEST_HOME", str(os.getpid()))
     data = TensorDataset(torch.randn(64, 64), torch.arange(64) % 10)
     task = tt.Task(name="home", model=AtHome, loss=F.cross_entropy, train=data, validation=data, test=data)
-    with pytest.raises(RunFailed, match="in another process: OSError: not at home; leave processes"):
+    with pytest.raises(
+        RunFailed, match=r"in another process: the task's model factory raised OSError: not at home \(.*\); leave"
+    ):
         simulate(tmp_path / "run", "allreduce", task, processes=1, batch_size=4, cluster=FAST)
 
 

@@ -271,5 +271,5 @@ def test_whoever_reads_is_given_every_letter_and_wakes_up_when_it_has_enough() -
     assert seen == [(pytest.approx(when + took), when) for when in (0.0, 0.5, 1.0)]
     assert turns == [1, 2]
     ((whose, error),) = kernel.failures
-    assert whose is reader.role and isinstance(error, KeyError)
+    assert whose == "reader" and isinstance(error, KeyError)
     assert reader.meter.wait == pytest.approx(2.0 + took)

@@ -284,7 +284,8 @@ def main() -> None:
     try:
         code = app(standalone_mode=False) or 0
     except TorrentialError as error:
-        _err.print(f"[red]error:[/red] {_escape(str(error))}", highlight=False, soft_wrap=True)
+        told = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        _err.print(f"[red]error:[/red] {_escape(told)}", highlight=False, soft_wrap=True)
         code = error.exit_code
     except typer.Abort:
         code = 130

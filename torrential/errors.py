@@ -2,8 +2,8 @@
 
     TorrentialError
     ├── BadInput              what the user gave cannot be used; nothing was started
-    │   └── UnknownName       ... because no such task, strategy or option exists (the nearest name is offered)
-    ├── TaskFailed            the user's own task code raised; carries its traceback
+    │   ├── UnknownName       ... because no such task, strategy or option exists (the nearest name is offered)
+    │   └── TaskFailed        the user's own code raised; names the part of the task, and file and line (usercode.py)
     ├── RunFailed             a run that had started could not go on
     │   ├── WorkerFailed      a role raised; names the role and the step
     │   └── Diverged          training went astray; no fault of the machine, and it would happen again
@@ -47,8 +47,8 @@ class UnknownName(BadInput):
         super().__init__(f"no {kind} named {name!r}; {' '.join(hints)}")
 
 
-class TaskFailed(TorrentialError):
-    """The user's task code raised while it was loaded or built."""
+class TaskFailed(BadInput):
+    """The user's task code raised. In a run a world makes WorkerFailed of it, which names the role and the step."""
 
 
 class RunFailed(TorrentialError):

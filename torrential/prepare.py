@@ -23,16 +23,17 @@ from torrential.comm.schedules import ALGORITHMS
 from torrential.config import Recipe, RunConfig, Settings
 from torrential.data.batches import Batches
 from torrential.data.resize import Resize
-from torrential.errors import BadInput, TaskFailed, UnknownName
+from torrential.errors import BadInput, UnknownName
 from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe, without_effect
 from torrential.optim.schedule import schedule_of
 from torrential.options import make
 from torrential.records import Evaluation, Summary
 from torrential.strategies import STRATEGIES, make_strategy
 from torrential.strategies.base import Strategy
-from torrential.task import Task, with_validation
+from torrential.task import Task, build_model, with_validation
 from torrential.tasks import load_task
 from torrential.trainer.slow import Slow
+from torrential.usercode import calling
 from torrential.version import __version__
 from torrential.worlds.base import Job
 from torrential.worlds.sim.cluster import make_cluster, read_cluster
@@ -320,7 +321,7 @@ def _check_same(directory: Path, config: RunConfig, task: Task, checkpoint: chec
     if task.optimizer.describe() != config.optimizer:
         raise BadInput(f"the task's optimizer has changed ({config.optimizer} then, {task.optimizer.describe()} now)")
     if checkpoint is not None:
-        now = {name: tuple(tensor.shape) for name, tensor in task.model().state_dict().items()}
+        now = {name: tuple(tensor.shape) for name, tensor in build_model(task).state_dict().items()}
         then = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
         if now != then:
             odd = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
@@ -392,33 +393,31 @@ def _check_native(settings: Settings, device: str, workers: int) -> Settings:
 
 def _try_once(task: Task) -> tuple[nn.Module, Sample]:
     """Run two samples through model and loss, so that what does not fit together is known before anything starts."""
-    try:
-        inputs, targets = Batches(task.train).fetch(torch.arange(min(2, len(task.train))))  # type: ignore[arg-type]
-    except BadInput:
-        raise
-    except Exception as error:
-        raise TaskFailed(f"the task's train set cannot be read: {type(error).__name__}: {error}") from error
-    try:
-        model = task.model()
-        if not any(p.requires_grad for p in model.parameters()):
-            raise BadInput("the model has no trainable parameters; unfreeze some")
-        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
-            raise BadInput("the model has lazy layers; give their sizes, or run one batch in the model's factory")
-        odd = [name for name, value in model.state_dict().items() if not torch.is_tensor(value)]
-        if odd:
-            raise BadInput(f"the model keeps state that is not a tensor ({odd[0]}), which checkpoints cannot hold")
-        with torch.no_grad():
-            loss = task.loss(model(inputs), targets)
-    except BadInput:
-        raise
-    except Exception as error:
-        sizes = f"inputs {tuple(getattr(inputs, 'shape', ()))}, targets {tuple(getattr(targets, 'shape', ()))}"
-        raise TaskFailed(
-            f"the task's model and loss do not run on its data ({sizes}): {type(error).__name__}: {error}"
-        ) from error
+    inputs, targets = Batches(task.train).fetch(torch.arange(min(2, len(task.train))))  # type: ignore[arg-type]
+    model = build_model(task)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise BadInput("the model has no trainable parameters; unfreeze some")
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        raise BadInput("the model has lazy layers; give their sizes, or run one batch in the model's factory")
+    odd = [name for name, value in model.state_dict().items() if not torch.is_tensor(value)]
+    if odd:
+        raise BadInput(f"the model keeps state that is not a tensor ({odd[0]}), which checkpoints cannot hold")
+    with torch.no_grad():
+        with calling(f"forward pass on {_sizes(inputs=inputs)}", task.model):
+            outputs = model(inputs)
+        with calling(f"loss on {_sizes(outputs=outputs, targets=targets)}"):
+            loss = task.loss(outputs, targets)
     if not torch.is_tensor(loss) or loss.numel() != 1:
-        raise TaskFailed(f"the task's loss must return one number, the mean over the batch (it returned {loss!r})")
+        raise BadInput(f"the task's loss must return one number, the mean over the batch (it returned {loss!r})")
     return model, (inputs, targets)
+
+
+def _sizes(**values: Any) -> str:
+    """What was given to the user's code, by shape or by kind: "outputs (2, 10) and targets (2,)"."""
+    kinds = {name: type(value).__name__ for name, value in values.items()}
+    return " and ".join(
+        f"{name} {tuple(value.shape) if torch.is_tensor(value) else kinds[name]}" for name, value in values.items()
+    )
 
 
 def _device(asked: str) -> str:

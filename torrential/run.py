@@ -20,7 +20,7 @@ from torrential.optim.schedule import schedule_of
 from torrential.prepare import Request, prepare, prepare_resume, unlock
 from torrential.records import Evaluation, Event, Record, RecordWriter, Step, Summary
 from torrential.strategies.base import Strategy
-from torrential.task import Task
+from torrential.task import Task, build_model
 from torrential.tasks import load_task
 from torrential.worlds.base import Job, Listener, World
 from torrential.worlds.local.launch import Launch
@@ -155,7 +155,7 @@ def _execute(job: Job, launch: Launch | None, listener_for: Callable[[Job], Any]
         summary = summarise(job, history)
         writer.write(summary)
     final, _ = checkpoints.latest(job.directory / "checkpoints")
-    model = job.task.model()
+    model = build_model(job.task)
     if final is not None:
         model.load_state_dict(final.model)
     elif job.config.settings.gradients == "on":

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from torrential.errors import BadInput, UnknownName
+from torrential.usercode import calling
 
 # Classes with a fused kernel, by the kind of device it exists on; several times faster on a flat buffer.
 _FUSED = {
@@ -202,6 +203,15 @@ class Task:
         function = getattr(self.metric, "func", self.metric)  # a functools.partial is named after its function
         name = str(getattr(function, "__name__", type(function).__name__))
         return "metric" if name == "<lambda>" else name
+
+
+def build_model(task: Task) -> nn.Module:
+    """A new model from the task's factory; TaskFailed if that raises."""
+    with calling("model factory"):
+        model = task.model()
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"the task's model factory must return a torch.nn.Module (it returned {model!r})")
+    return model
 
 
 def with_validation(task: Task, seed: int) -> Task:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from torrential.errors import BadInput
+from torrential.usercode import calling
 
 _RESIDENT_BYTES = 2 * 10**9  # a data set up to this size is kept in a GPU's memory
 
@@ -20,15 +21,17 @@ class Batches:
     A TensorDataset, also under Subsets, is read vectorised, and from the GPU's memory if that is the device and it is
     small enough. A subclass may have a method `augment`, which is given each batch's inputs; one with its own
     `__getitem__` is read like other data sets: by `__getitems__` where they have it, else item by item.
+
+    `name` is what errors of the data set's own code call it.
     """
 
-    def __init__(self, dataset: Dataset[Any], device: torch.device | str = "cpu") -> None:
+    def __init__(self, dataset: Dataset[Any], device: torch.device | str = "cpu", name: str = "training data") -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             kind = type(dataset).__name__
             raise BadInput(
                 f"{kind} has no length, so it cannot be dealt out; give a data set with __len__ and __getitem__"
             )
-        self.device = torch.device(device)
+        self.device, self.name = torch.device(device), name
         self._length = len(dataset)
         self._dataset, self._places = _without_subsets(dataset)
         self._tensors: tuple[Tensor, ...] | None = None
@@ -59,11 +62,15 @@ class Batches:
         else:
             inputs, targets = self._collate(indices.tolist())
         inputs, targets = _move(inputs, self.device), _move(targets, self.device)
-        return (self._augment(inputs) if self._augment else inputs), targets
+        if self._augment is not None:
+            with calling(self.name):
+                inputs = self._augment(inputs)
+        return inputs, targets
 
     def _collate(self, indices: list[int]) -> tuple[Any, Any]:
         many = getattr(self._dataset, "__getitems__", None)
-        items = many(indices) if many else [self._dataset[i] for i in indices]
+        with calling(self.name):
+            items = many(indices) if many else [self._dataset[i] for i in indices]
         kind = type(self._dataset).__name__
         for item in items:
             if not (isinstance(item, tuple | list) and len(item) == 2):

@@ -6,8 +6,6 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +14,9 @@ from typing import Any
 
 import cloudpickle
 
-from torrential.errors import BadInput, TaskFailed, TorrentialError, UnknownName
+from torrential.errors import BadInput, TorrentialError, UnknownName
 from torrential.task import Task
+from torrential.usercode import failed, place_of
 
 
 @dataclass(frozen=True)
@@ -109,16 +108,9 @@ def _users_own(path: Path, function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
         if isinstance(error, BadInput):
-            where = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
-            raise BadInput(f"{where}{error}") from error
+            place = place_of(error)
+            raise BadInput(f"{place and f'{place}: '}{error}") from error
         if isinstance(error, TorrentialError):
             raise
-        lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
-        raise TaskFailed(f"{path} failed:\n{''.join(lines).rstrip()}") from error
-
-
-def _is_users(filename: str) -> bool:
-    ours = (f"{Path(__file__).parent.parent}/", f"{sysconfig.get_path('stdlib')}/", "<")
-    return not filename.startswith(ours) and "/site-packages/" not in filename and "/dist-packages/" not in filename
+        raise failed(f"{path} cannot be loaded:", error) from error

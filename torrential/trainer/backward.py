@@ -22,6 +22,7 @@ from torrential.task import Task
 from torrential.trainer.randomness import seed_all
 from torrential.trainer.snapshot import buffers_of
 from torrential.trainer.watch import BackwardWatch
+from torrential.usercode import calling
 
 
 class Portion(NamedTuple):
@@ -49,7 +50,10 @@ class Gradients:
             inputs, targets = self._batches.fetch(portion.indices)
             if portion.scale is not None:
                 inputs = Resize.apply(inputs, portion.scale)
-            loss = self.task.loss(self.model(inputs), targets)
+            with calling("forward pass", self.task.model):
+                outputs = self.model(inputs)
+            with calling("loss"):
+                loss = self.task.loss(outputs, targets)
             if done == 1 < len(portions):
                 buffers = [b.clone() for b in buffers_of(self.model).values()]
             if done == len(portions) and last is not None:

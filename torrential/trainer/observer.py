@@ -14,9 +14,10 @@ from torrential.data.batches import Batches
 from torrential.params.layout import plan
 from torrential.records import Evaluation
 from torrential.strategies.base import Strategy
-from torrential.task import Task
+from torrential.task import Task, build_model
 from torrential.trainer.randomness import seed_all
 from torrential.trainer.snapshot import Snapshot, buffers_of, load_flat, load_rest, to_checkpoint
+from torrential.usercode import calling
 
 EVALUATION_BATCH = 512
 
@@ -26,11 +27,14 @@ class Observer:
         self, task: Task, config: RunConfig, strategy: Strategy, device: torch.device, directory: Path
     ) -> None:
         self.task, self.config, self.device, self.directory = task, config, device, directory
-        self.model = task.model().to(device).eval()
+        self.model = build_model(task).to(device).eval()
         self.layout = plan(self.model, strategy.bucket_bytes)
         self.has_buffers = bool(buffers_of(self.model))
         assert task.validation is not None
-        self._data = {"validation": Batches(task.validation, device), "test": Batches(task.test, device)}
+        self._data = {
+            "validation": Batches(task.validation, device, "validation data"),
+            "test": Batches(task.test, device, "test data"),
+        }
 
     def load(self, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
         load_flat(self.model, self.layout, flat)
@@ -61,9 +65,12 @@ class Observer:
         with torch.inference_mode():
             for indices in torch.arange(len(data)).split(EVALUATION_BATCH):
                 inputs, targets = data.fetch(indices)
-                outputs = self.model(inputs)
-                value += float(self.task.metric(outputs, targets)) * len(indices)
-                loss += float(self.task.loss(outputs, targets)) * len(indices)
+                with calling(f"forward pass on {data.name}", self.task.model):
+                    outputs = self.model(inputs)
+                with calling(f"metric on {data.name}"):
+                    value += float(self.task.metric(outputs, targets)) * len(indices)
+                with calling(f"loss on {data.name}"):
+                    loss += float(self.task.loss(outputs, targets)) * len(indices)
         return Evaluation(
             split=split,
             step=snapshot.step,

@@ -26,7 +26,7 @@ from torrential.params.layout import plan
 from torrential.server.client import Answer, Client, Pending
 from torrential.server.optimizer import state_names
 from torrential.strategies.base import Batch, Strategy
-from torrential.task import Task
+from torrential.task import Task, build_model
 from torrential.trainer.backward import Gradients, Portion, Work
 from torrential.trainer.randomness import seed_all
 from torrential.trainer.recorder import Recorder
@@ -52,7 +52,7 @@ class ServedWorker:
         """`checkpoint`: what the servers begin with, if not with a new model. `late`: the others have begun before."""
         self.task, self.config, self.comm, self.outlet, self.device = task, config, comm, outlet, device
         seed_all(device, config.seed, 0)
-        self.model = adapt_model(config.recipe, task.model()).to(device).train()
+        self.model = adapt_model(config.recipe, build_model(task)).to(device).train()
         self.layout = plan(self.model, strategy.bucket_bytes)
         ((dtype, numel),) = self.layout.sizes.items()
         self.vector = comm.buffer("vector", numel, dtype)

@@ -13,7 +13,7 @@ from torrential.server.dealer import Dealer
 from torrential.server.optimizer import Scalars, bounds, state_names
 from torrential.server.shard import Initial
 from torrential.strategies.base import Strategy
-from torrential.task import OptimizerSpec, Task
+from torrential.task import OptimizerSpec, Task, build_model
 from torrential.trainer.randomness import seed_all
 
 
@@ -38,7 +38,7 @@ class ServerPlan:
 
     def _model(self) -> nn.Module:
         seed_all(torch.device("cpu"), self._config.seed, 0)
-        return adapt_model(self._config.recipe, self._task.model())
+        return adapt_model(self._config.recipe, build_model(self._task))
 
 
 def resumed(checkpoint: Checkpoint, layout: Layout, spec: OptimizerSpec) -> Initial:

@@ -24,7 +24,7 @@ from torrential.params.layout import Bucket, plan
 from torrential.params.replicated import ReplicatedParameters
 from torrential.params.shared import SharedParameters
 from torrential.strategies.base import Context, Decision, Strategy
-from torrential.task import Task
+from torrential.task import Task, build_model
 from torrential.trainer.backward import Gradients, Portion, Work
 from torrential.trainer.randomness import seed_all
 from torrential.trainer.recorder import Recorder
@@ -52,7 +52,7 @@ class Worker:
         self.task, self.config, self.comm, self.outlet, self.device = task, config, comm, outlet, device
         seed_all(device, config.seed, 0)
         self._recipe, self._dry = config.recipe, device.type == "meta"  # nothing is computed there
-        self.model = adapt_model(self._recipe, task.model()).to(device).train()
+        self.model = adapt_model(self._recipe, build_model(task)).to(device).train()
         self.layout = plan(self.model, strategy.bucket_bytes)
         self._parameters = gradients(self.model, self.layout)
         self._watch = BackwardWatch(self._parameters, self.layout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +10,10 @@ import torch
 from torrential import shipping
 from torrential.comm.messenger import Messenger
 from torrential.comm.post import Post
-from torrential.errors import TorrentialError
 from torrential.trainer.served import ServedWorker
 from torrential.trainer.worker import Worker
 from torrential.worlds.base import Job
+from torrential.worlds.failure import describe
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.comm import LocalComm
 from torrential.worlds.local.link import Buffers, Link
@@ -60,9 +59,7 @@ def main(spawn: Spawn) -> int:
             job.strategy.worker(worker)
         return 0
     except BaseException as error:  # user code may raise anything, SystemExit included
-        user_fault = isinstance(error, TorrentialError)
-        step = None if worker is None else worker.step + 1
-        link.send(m.Failed(step, f"{type(error).__name__}: {error}", _short(error), user_fault))
+        link.send(m.Failed(describe(error, None if worker is None else worker.step + 1)))
         return 4
 
 
@@ -102,11 +99,3 @@ def _build(
     meeting = device if backend == "nccl" else torch.device("cpu")
     checkpoint = job.checkpoint if life == 0 else None
     return Worker(job.task, config, job.strategy, comm, outlet, device, meeting, checkpoint), comm
-
-
-def _short(error: BaseException) -> str:
-    """The frames that are neither ours nor torch's, or all if there are none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    foreign = [f for f in frames if not f.filename.startswith((ours, os.path.dirname(torch.__file__)))]
-    return "".join(traceback.format_list(foreign or frames))

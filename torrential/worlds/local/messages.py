@@ -7,6 +7,7 @@ import msgspec
 from torrential.records import Evaluation, Event, Step
 from torrential.server.messages import View
 from torrential.trainer.snapshot import Snapshot
+from torrential.worlds.failure import Failure
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
@@ -107,10 +108,7 @@ class Delayed(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    step: int | None
-    error: str
-    trace: str
-    user_fault: bool  # the error is for the user to read as it is
+    failure: Failure
 
 
 # -- from the supervisor --------------------------------------------------------------------------------------------

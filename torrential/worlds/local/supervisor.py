@@ -27,9 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torrential import shipping
-from torrential.errors import Diverged, NonFiniteLoss, RunFailed, WorkerFailed
+from torrential.errors import RunFailed, WorkerFailed
 from torrential.records import Evaluation, Event, Record, Step
 from torrential.worlds.base import Job, Listener
+from torrential.worlds.failure import failed, resuming
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.complaints import Complaints
 from torrential.worlds.local.crew import Crew, Member, Report
@@ -196,7 +197,7 @@ class _Run:
         return 0.0 if self._began is None else time.monotonic() - self._began
 
     def _remedy(self) -> str:
-        return f"go on with: torrential train --resume {self._job.directory}"
+        return resuming(self._job.directory)
 
     # -- records ------------------------------------------------------------------------------------------------
     def _write(self, record: Record) -> None:
@@ -323,7 +324,7 @@ class _Run:
     def _gone(self, member: Member) -> None:
         """A connection has closed. Whoever had finished may go; anybody else has died."""
         if member.said is not None:
-            self._raise(member, member.said)
+            raise failed(member.name, member.said.failure, self._job.directory)
         if member.role == "observer":
             return self._observer_gone(member)
         if member.role == "server":
@@ -464,21 +465,7 @@ class _Run:
 
     def _failed(self, member: Member, message: m.Failed, _: list[Tensor]) -> None:
         member.said = message
-        self._raise(member, message)
-
-    def _raise(self, member: Member, said: m.Failed) -> None:
-        at = "" if said.step is None else f" at step {said.step}"
-        if said.user_fault:
-            kind, _, text = said.error.partition(": ")
-            who = f"{member.name}{at}: " if kind == "WaitedTooLong" else ""  # other messages name whom they concern
-            good = self._remedy() if member.role == "server" else self._last_good()
-            error = Diverged if kind == NonFiniteLoss.__name__ else RunFailed
-            raise error(f"{who}{text}; {good}")
-        raise WorkerFailed(f"{member.name} failed{at}: {said.error}\n{said.trace}{self._last_good()}")
-
-    def _last_good(self) -> str:
-        saved = sorted((self._job.directory / "checkpoints").glob("step-*"))
-        return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was made yet"
+        raise failed(member.name, message.failure, self._job.directory)
 
 
 def _ending(status: int) -> str:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from torrential.optim.recipe import adapt_model
 from torrential.shipping import unpack
-from torrential.task import Task
+from torrential.task import Task, build_model
 from torrential.trainer.backward import Gradients, Portion
+from torrential.worlds.failure import describe
 from torrential.worlds.sim.slots import Slots, Welcome, copied, formed, tensors_of
 
 FAILED: tuple[Any, ...] = (None, [], [], [])
@@ -23,7 +24,7 @@ FAILED: tuple[Any, ...] = (None, [], [], [])
 class Computing:
     def __init__(self, task: Task, welcome: Welcome, memory: int) -> None:
         config = welcome.config
-        self._model = adapt_model(config.recipe, task.model()).train()
+        self._model = adapt_model(config.recipe, build_model(task)).train()
         tensors = [*self._model.parameters(), *self._model.buffers()]
         if len(tensors) != len(welcome.form):
             raise ValueError(f"its model is another one there ({len(tensors)} tensors, not {len(welcome.form)})")
@@ -77,7 +78,7 @@ def serve(line_fd: int, memory_fd: int, pickle_fd: int, tensor_fd: int) -> None:
             torch.set_num_threads(welcome.config.settings.threads or 1)
             hand = Computing(task, welcome, memory_fd)
         except Exception as error:  # a user's task may raise anything
-            return line.send_bytes(encode(f"{type(error).__name__}: {error}"))
+            return line.send_bytes(encode(describe(error).text))
         line.send_bytes(encode(None))
         while True:
             slot, portions = decode(line.recv_bytes())

@@ -28,7 +28,7 @@ class Kernel:
         self.now = 0.0
         self.events = 0  # that happened
         self.over = False
-        self.failures: list[tuple[Role, BaseException]] = []
+        self.failures: list[tuple[str, BaseException]] = []  # of roles, by name
         self.happens: Callable[[float, Callable[..., None], tuple[Any, ...]], None] | None = None  # told of every event
         self.between: Callable[[], None] | None = None  # called after it: what must always hold is checked here
         self._heap: list[Event] = []
@@ -105,7 +105,7 @@ class Role:
         except GreenletExit:
             pass
         except BaseException as error:  # a user's task may raise anything
-            self.kernel.failures.append((self, error))
+            self.kernel.failures.append((self.name, error))
         self.over = True
 
     def sleep(self, seconds: float) -> None:

@@ -16,9 +16,14 @@ class Observing:
     """Evaluates and saves snapshots as soon as every member's part of them is there."""
 
     def __init__(
-        self, observer: Observer, write: Callable[[Record], None], evaluated: Mapping[tuple[str, int], float]
+        self,
+        observer: Observer,
+        write: Callable[[Record], None],
+        evaluated: Mapping[tuple[str, int], float],
+        fail: Callable[[BaseException], None],
     ) -> None:
-        self._observer, self._write, self._evaluated = observer, write, dict(evaluated)
+        """`fail` is told what the observer raises: it works inside of the calls of workers, who are not to blame."""
+        self._observer, self._write, self._evaluated, self._fail = observer, write, dict(evaluated), fail
         self._pending: Pending[tuple[dict[str, Tensor], dict[str, Tensor]]] = Pending(observer.has_buffers)
         self._last: Snapshot | None = None
         self.reached = False
@@ -39,10 +44,13 @@ class Observing:
         self._pending.back(rank)
 
     def work(self, all_of_them: bool = False) -> None:
-        while (item := self._pending.next(ready_or_not=all_of_them)) is not None:
-            snapshot, (flat, rest), parts, news = item
-            if news and not self.reached:
-                self._process(snapshot, flat, rest, parts)
+        try:
+            while (item := self._pending.next(ready_or_not=all_of_them)) is not None:
+                snapshot, (flat, rest), parts, news = item
+                if news and not self.reached:
+                    self._process(snapshot, flat, rest, parts)
+        except (Exception, SystemExit) as error:
+            self._fail(error)
 
     def _process(self, snapshot: Snapshot, flat: dict[str, Tensor], rest: dict[str, Tensor], parts: Parts) -> None:
         self._observer.load(flat, rest)
@@ -60,9 +68,12 @@ class Observing:
     def close(self) -> None:
         """The last word is the test set's, unless it was to be left alone."""
         self.work(all_of_them=True)
-        last = self._last or self._observer.load_saved()
-        if last is not None and self._observer.config.settings.test:
-            self._note(self._observer.evaluate(last, "test"))
+        try:
+            last = self._last or self._observer.load_saved()
+            if last is not None and self._observer.config.settings.test:
+                self._note(self._observer.evaluate(last, "test"))
+        except (Exception, SystemExit) as error:
+            self._fail(error)
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,14 +13,17 @@ import torch
 
 from torrential.comm.protocol import SERVERS
 from torrential.data.batches import Batches
-from torrential.errors import RunFailed, TorrentialError, WorkerFailed
+from torrential.errors import RunFailed
 from torrential.records import Event, Record, Step
 from torrential.server.role import Server
+from torrential.task import build_model
 from torrential.trainer.observer import Observer
 from torrential.trainer.served import ServedWorker
 from torrential.trainer.serving import ServerPlan
 from torrential.trainer.worker import Worker
+from torrential.usercode import calling
 from torrential.worlds.base import Job, Listener
+from torrential.worlds.failure import attributed, describe, failed
 from torrential.worlds.sim.cluster import Cluster, Fault
 from torrential.worlds.sim.comm import SimComm
 from torrential.worlds.sim.group import Group
@@ -96,17 +99,23 @@ class _Run:
         self._group.regrouped = self._regrouped
         real = torch.device(config.device)
         self._device = torch.device("meta") if dry else real
-        observer = make_observer(job.task, config, job.strategy, real, job.directory)
-        self._observing = Observing(observer, self._write, job.evaluated)
-        self._seconds_per_sample = _seconds_per_sample(job, cluster, real)
+        with attributed("observer", job.directory):
+            observer = make_observer(job.task, config, job.strategy, real, job.directory)
+        self._observing = Observing(
+            observer, self._write, job.evaluated, lambda error: self._kernel.failures.append(("observer", error))
+        )
+        with attributed("worker 0", job.directory):
+            self._seconds_per_sample = _seconds_per_sample(job, cluster, real)
         self._roles: dict[int, Role] = {}  # by address
+        self._contexts: dict[str, Worker | ServedWorker] = {}  # of workers that are built, by the role's name
         self._lives: dict[int, int] = {}
         self._step = job.checkpoint.step if job.checkpoint else 0
         self._running = 0  # workers whose program has not come to its end
         self._ticked = time.monotonic()
         self._views: Views | None = None
         if self._served:
-            self._plan = ServerPlan(job.task, config, job.strategy, job.checkpoint)
+            with attributed("server 0", job.directory):
+                self._plan = ServerPlan(job.task, config, job.strategy, job.checkpoint)
             self._views = Views(self._hub, self._group, config, self._plan.numel, self._plan.bounds, self._event)
 
     def simulate(self) -> None:
@@ -127,10 +136,12 @@ class _Run:
             self._group.here = {comm.rank: comm for comm in comms}
         self._plan_faults()
         self._kernel.run()
-        self._look_at_the_end()
+        self._raise_failure()
+        self._check_dismissed()
         if self._watch is not None:
             self._watch.end()
         self._observing.close()
+        self._raise_failure()
 
     def close(self) -> None:
         if self._trace is not None:
@@ -140,17 +151,17 @@ class _Run:
         if self._hub.hands is not None:
             self._hub.hands.close()
 
-    def _look_at_the_end(self) -> None:
-        if self._kernel.failures:
-            role, error = self._kernel.failures[0]
-            if not isinstance(error, Exception | SystemExit):  # an interrupt, which came while this role was at work
-                raise error
-            if isinstance(error, RunFailed):
-                raise error
-            if isinstance(error, TorrentialError):
-                raise RunFailed(f"{role.name}: {error}") from error
-            what = f"{type(error).__name__}: {error}"
-            raise WorkerFailed(f"{role.name} failed at step {self._step + 1}: {what}") from error
+    def _raise_failure(self) -> None:
+        """The run fails with the first role that did."""
+        if not self._kernel.failures:
+            return
+        role, error = self._kernel.failures[0]
+        if not isinstance(error, Exception | SystemExit):  # an interrupt, which came while this role was at work
+            raise error
+        step = self._contexts[role].step + 1 if role in self._contexts else None
+        raise failed(role, describe(error, step), self._job.directory) from error
+
+    def _check_dismissed(self) -> None:
         if not self._group.dismissed:
             waiting = ", ".join(self._roles[rank].name for rank in sorted(self._group.here))
             raise RunFailed(f"nobody can go on: {waiting} wait, and nothing is under way (at {self._kernel.now:.1f} s)")
@@ -159,6 +170,7 @@ class _Run:
     def _start_worker(self, rank: int) -> SimComm:
         config, strategy = self._config, self._job.strategy
         life = self._lives[rank] = self._lives.get(rank, -1) + 1
+        self._contexts.pop(f"worker {rank}", None)
         self._running += 1
         comm = SimComm(self._hub, self._group, config, rank, self._seconds_per_sample)
         if self._views is not None:
@@ -188,6 +200,8 @@ class _Run:
         return comm
 
     def _built(self, address: int, role: Worker | ServedWorker | Server) -> None:
+        if not isinstance(role, Server):
+            self._contexts[f"worker {address}"] = role
         if self._watch is not None:
             self._watch.role(address, role)
 
@@ -318,14 +332,18 @@ def _seconds_per_sample(job: Job, cluster: Cluster, device: torch.device) -> flo
     told = cluster.compute.seconds_per_sample
     if not isinstance(told, str):
         return told
-    model, data = job.task.model().to(device).train(), Batches(job.task.train, device)
+    model, data = build_model(job.task).to(device).train(), Batches(job.task.train, device)
     count = min(job.config.batch_size, len(data))
     inputs, targets = data.fetch(torch.arange(count))
     times = []
     for _ in range(MEASURED):
         model.zero_grad()  # as before every batch of a worker; else gradients would be added up
         began = time.perf_counter()
-        job.task.loss(model(inputs), targets).backward()
+        with calling("forward pass", job.task.model):
+            outputs = model(inputs)
+        with calling("loss"):
+            loss = job.task.loss(outputs, targets)
+        loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)

@@ -1,0 +1,88 @@
+"""Calls into the user's own code: what it raises is told as one sentence, with its place in that code.
+
+with calling("loss"):                  the task's loss raised ValueError: no targets (/home/me/mine.py:12)
+    loss = task.loss(outputs, targets)
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torrential.errors import TaskFailed, TorrentialError
+
+_OURS = (f"{Path(__file__).parent}/", f"{sysconfig.get_path('stdlib')}/", "<")
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+class calling:
+    """A block that runs one part of a task. What the user's code raises there becomes TaskFailed.
+
+    Errors that Torrential raises on purpose pass as they are, and so do interrupts. `made_by` is the user's function
+    that is named where no frame is the user's, as in a model of torch's own layers.
+    """
+
+    __slots__ = ("_made_by", "_part")
+
+    def __init__(self, part: str, made_by: Callable[..., Any] | None = None) -> None:
+        self._part, self._made_by = part, made_by
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, TorrentialError):
+            raise failed(f"the task's {self._part} raised", error, self._made_by) from error
+
+
+def failed(fact: str, error: BaseException, made_by: Callable[..., Any] | None = None) -> TaskFailed:
+    """The error for the user to read: a fact, the exception and its place. Where several frames are the user's, they
+    are a note of it."""
+    place = place_of(error)
+    if not place and made_by is not None and (defined := _definition(made_by)):
+        place = f"model factory at {defined}"
+    told = TaskFailed(f"{fact} {in_words(error)}{place and f' ({place})'}")
+    if trace := trace_of(error):
+        told.add_note(trace)
+    return told
+
+
+def in_words(error: BaseException) -> str:
+    """An exception's class and text, in one line."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {' '.join(text.split())}".removesuffix(": ")
+
+
+def place_of(error: BaseException) -> str:
+    """The file and line of the user's code where an exception was raised; empty if none of its frames is the user's."""
+    if isinstance(error, SyntaxError) and error.filename is not None and is_users(error.filename):
+        return f"{error.filename}:{error.lineno}"
+    frames = _frames(error)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def trace_of(error: BaseException) -> str:
+    """The frames that are the user's, where there are several; else empty, for `place_of` says it all."""
+    frames = _frames(error)
+    return "".join(traceback.format_list(frames)).rstrip() if len(frames) > 1 else ""
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is neither Torrential's nor Python's nor an installed package's."""
+    return not filename.startswith(_OURS) and not any(place in filename for place in _INSTALLED)
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+
+
+def _definition(function: Callable[..., Any]) -> str:
+    """Where a function of the user's, or the constructor of a class, begins."""
+    function = getattr(function, "func", function)  # of a functools.partial
+    code = getattr(function, "__code__", None) or getattr(getattr(function, "__init__", None), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None and is_users(code.co_filename) else ""
