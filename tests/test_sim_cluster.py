@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -28,6 +29,24 @@ kind = "crash"
 worker = 2
 at = 12.5
 """
+
+
+@pytest.mark.parametrize("workers", range(2, 12))
+@pytest.mark.parametrize("servers", range(2, 12))
+def test_replicas_are_on_other_hosts(workers: int, servers: int) -> None:
+    """A server's replica is the next one in the ring. An odd ring on two hosts has one pair of neighbours on one."""
+    cluster = Cluster(workers_per_host=2)
+    hosts = [cluster.host_of_server(number, workers, servers) for number in range(servers)]
+    alike = sum(a == b for a, b in itertools.pairwise([*hosts, hosts[0]]))
+    count = cluster.hosts_of(workers, servers)
+    assert set(hosts) <= set(range(count)) and len(set(hosts)) == min(count, servers)
+    assert alike == (servers if count == 1 else servers % 2 if count == 2 else 0)
+
+
+@pytest.mark.parametrize(("at", "share"), [(3.0, None), ("50 %", 0.5), ("12.5%", 0.125), ("0 %", 0.0)])
+def test_a_fault_begins_at_a_second_or_a_share_of_the_run(at: float | str, share: float | None) -> None:
+    (fault,) = make_cluster({"faults": [{"kind": "crash", "host": 0, "at": at}]}).faults
+    assert fault.share == share
 
 
 def load(path: Path) -> Cluster:
@@ -75,8 +94,15 @@ def test_a_file_is_read_and_named_after_itself(tmp_path: Path) -> None:
         ({"accidents": {"mean_time_between_crashes": 0}}, "mean_time_between_crashes"),
         ({"faults": [{"kind": "fire", "at": 1.0}]}, "kind`; known: crash, partition, slow-link"),
         ({"faults": [{"kind": "crash", "worker": 1}]}, "at"),
-        ({"faults": [{"kind": "crash", "at": 1.0}]}, "worker = N or server = N"),
-        ({"faults": [{"kind": "crash", "at": 1.0, "worker": 0, "server": 0}]}, "one worker or one server"),
+        ({"faults": [{"kind": "crash", "at": 1.0}]}, "give one of worker, server and host"),
+        ({"faults": [{"kind": "crash", "at": 1.0, "worker": 0, "server": 0}]}, r"\(given: worker = 0 and server = 0\)"),
+        ({"faults": [{"kind": "crash", "at": 1.0, "worker": 0, "host": 1}]}, r"\(given: worker = 0 and host = 1\)"),
+        ({"faults": [{"kind": "crash", "at": 1.0, "host": 0, "hosts": [1]}]}, r"hosts = \[1\]\); give host = N"),
+        ({"faults": [{"kind": "partition", "at": 1.0, "host": 0}]}, r"given: host = 0\); give hosts = \[0, 1\]"),
+        ({"faults": [{"kind": "crash", "at": "100 %", "host": 0}]}, r"at: '100 %'\); give a share below 100 %"),
+        ({"faults": [{"kind": "crash", "at": "-5 %", "host": 0}]}, r'share of the run \(at: .-5 %.\); try at = "50 %"'),
+        ({"faults": [{"kind": "crash", "at": "half", "host": 0}]}, r'at: .half.\); try at = "50 %"'),
+        ({"faults": [{"kind": "crash", "at": "50", "host": 0}]}, r'at: .50.\); try at = "50 %"'),
         ({"faults": [{"kind": "partition", "at": 1.0}]}, "hosts on one side"),
         ({"faults": [{"kind": "slow-link", "at": 1.0, "hosts": [0]}]}, "needs a delay"),
         ({"faults": [{"kind": "crash", "at": 1.0, "worker": 0, "lasts": 0}]}, "lasts"),
@@ -107,6 +133,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ({"faults": [{"kind": "crash", "at": 1.0, "server": 1}]}, 4, 1, "names server 1, but there are 1"),
         ({"faults": [{"kind": "partition", "at": 1.0, "hosts": [2]}], "workers_per_host": 2}, 4, 0, "names host 2"),
         ({"faults": [{"kind": "partition", "at": 1.0, "hosts": [2]}], "hosts": 3}, 2, 0, None),
+        ({"faults": [{"kind": "crash", "at": 1.0, "host": 3}]}, 3, 0, "names host 3, but there are 3"),
+        ({"faults": [{"kind": "crash", "at": "50 %", "host": 3}], "servers_apart": True}, 3, 1, None),
     ],
 )
 def test_whether_roles_fit(table: dict[str, Any], workers: int, servers: int, says: str | None) -> None:
@@ -122,6 +150,8 @@ def test_where_roles_live() -> None:
     assert [together.host_of_worker(rank) for rank in range(5)] == [0, 0, 1, 1, 2]
     assert [together.host_of_server(n, 5, 3) for n in range(3)] == [0, 1, 2]
     apart = Cluster(workers_per_host=2, servers_apart=True)
+    assert [together.host_of_server(n, 9, 2) for n in range(2)] == [0, 2]  # of five hosts
+    assert [together.host_of_server(n, 5, 4) for n in range(4)] == [0, 1, 2, 1]
     assert [apart.host_of_server(n, 5, 3) for n in range(3)] == [3, 4, 5] and apart.hosts_of(5, 3) == 6
 
 

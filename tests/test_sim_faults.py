@@ -5,11 +5,15 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import torrential as tt
+from torrential.errors import RunFailed
+from torrential.records import Event, Step
 from torrential.server.consistency import ALWAYS, Consistency
 from torrential.server.shard import Shard
 from torrential.strategies import STRATEGIES
@@ -43,8 +47,77 @@ def test_schedules_are_of_all_kinds() -> None:
     assert strategies.keys() == STRATEGIES.keys() and min(strategies.values()) > 30
     faults = Counter(fault["kind"] for schedule in schedules for fault in schedule.cluster["faults"])
     assert faults.keys() == {"crash", "partition", "slow-link"} and min(faults.values()) > 30
+    hosts = [fault for schedule in schedules for fault in schedule.cluster["faults"] if "host" in fault]
+    assert len(hosts) > 30 and len({type(fault["at"]) for fault in hosts}) == 2
     for accident in ("loss", "duplication", "delay"):
         assert 30 < sum(schedule.cluster["accidents"][accident] > 0 for schedule in schedules) < 270
+
+
+HOSTS = {"compute": {"seconds_per_sample": 0.001}, "workers_per_host": 2, "detection": 0.01}
+
+
+def with_dying_host(out: Path, strategy: str, servers: int | None, **fault: Any) -> tt.TrainResult:
+    """Four workers on two hosts; two epochs of 1,350 samples."""
+    cluster = HOSTS | {"faults": [{"kind": "crash"} | fault]}
+    options: dict[str, Any] = {"world": "sim", "device": "cpu", "progress": False, "epochs": 2}
+    return tt.train("digits-mlp", strategy, workers=4, servers=servers, cluster=cluster, out=out, **options)
+
+
+def events(result: tt.TrainResult) -> list[tuple[str, int | None, str]]:
+    return [(r.event, r.worker, r.detail) for r in result.history if isinstance(r, Event)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "servers", "here"),
+    [
+        ("allreduce", None, "worker 2, worker 3"),
+        ("ssp", 2, "worker 2, worker 3, server 1"),
+        ("ssp", 4, "worker 2, worker 3, server 1, server 3"),
+    ],
+)
+def test_all_roles_of_a_host_die_at_once_and_come_back(
+    strategy: str, servers: int | None, here: str, tmp_path: Path
+) -> None:
+    result = with_dying_host(tmp_path / "run", strategy, servers, host=1, at="50 %", lasts=0.1)
+    told = [event for event in events(result) if event[0] not in ("regrouped", "server_filled")]
+    lost = [told for told in told if told[0].endswith("lost")]
+    assert lost[0] == ("host_lost", None, f"host 1: {here}")
+    workers = [("worker_lost", 2, "it crashed"), ("worker_lost", 3, "it crashed")]
+    numbers = range(1, servers or 0, 2)
+    assert lost[1:] == workers + [("server_lost", None, f"server {n}") for n in numbers]
+    joined = [("worker_joined", 2, ""), ("worker_joined", 3, "")]
+    assert told[len(lost) :] == joined + [("server_joined", None, f"server {n}") for n in numbers]
+    assert result.summary.samples == 2 * 1350
+
+
+def test_a_share_of_the_run_is_one_of_samples(tmp_path: Path) -> None:
+    """With batches of 32 by each of four workers, 1,024 samples are those of eight steps."""
+    for share, steps in ((0, 0), (1024 / 27, 8)):
+        result = with_dying_host(tmp_path / str(steps), "allreduce", None, host=1, at=f"{share:.4f} %")
+        (struck,) = (r for r in result.history if isinstance(r, Event) and r.event == "host_lost")
+        before = [r.step for r in result.history if isinstance(r, Step) and r.time <= struck.time]
+        assert struck.time == pytest.approx(steps * 0.032, rel=0.1) and max(before, default=0) <= steps
+
+
+def test_nothing_starts_on_a_host_that_is_down(tmp_path: Path) -> None:
+    """Worker 3 would come back at 0.13 s; its host dies at 0.1 s, for 0.2 s."""
+    faults = [
+        {"kind": "crash", "worker": 3, "at": 0.08, "lasts": 0.05},
+        {"kind": "crash", "host": 1, "at": 0.1, "lasts": 0.2},
+    ]
+    options: dict[str, Any] = {"world": "sim", "device": "cpu", "progress": False, "epochs": 2}
+    result = tt.train("digits-mlp", workers=4, cluster=HOSTS | {"faults": faults}, out=tmp_path / "run", **options)
+    back = {r.worker: r.time for r in result.history if isinstance(r, Event) and r.event == "worker_joined"}
+    assert back == {2: pytest.approx(0.3), 3: pytest.approx(0.3)}
+
+
+def test_what_only_a_dead_host_had_is_lost(tmp_path: Path) -> None:
+    """Of three servers on two hosts, two neighbours in the ring are on one."""
+    with pytest.raises(RunFailed, match=r"parameters \d+ to \d+ are lost: server 0 .* torrential train --resume"):
+        with_dying_host(tmp_path / "servers", "ssp", 3, host=1, at="50 %")
+    cluster = HOSTS | {"workers_per_host": 4, "faults": [{"kind": "crash", "host": 0, "at": "50 %"}]}
+    with pytest.raises(RunFailed, match="all workers are gone"):
+        tt.train("digits-mlp", workers=4, world="sim", cluster=cluster, out=tmp_path / "workers", progress=False)
 
 
 def skip_dedupe(self: Shard, worker: int, seq: int) -> None:

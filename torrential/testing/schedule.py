@@ -118,7 +118,7 @@ def _cluster(workers: int, servers: int, lasts: float, chance: Random) -> dict[s
             {"worker": chance.randrange(workers), "factor": chance.uniform(1, 10), "every": maybe(0.5, 4, None)}
             for _ in range(chance.randint(0, 2))
         ],
-        "faults": sorted(_faults(workers, servers, hosts, lasts, chance), key=lambda fault: fault["at"]),
+        "faults": _faults(workers, servers, hosts, lasts, chance),
         "accidents": {
             "loss": maybe(0.25, chance.uniform(0, 0.1)),
             "duplication": maybe(0.25, chance.uniform(0, 0.1)),
@@ -140,4 +140,9 @@ def _faults(workers: int, servers: int, hosts: int, lasts: float, chance: Random
             more = {"delay": chance.uniform(0.001, 0.05)} if kind == "slow-link" else {}
             about = {"at": chance.uniform(0, lasts), "lasts": chance.uniform(0.01, 0.5)}
             found.append({"kind": kind, "hosts": side} | about | more)
+    found.sort(key=lambda fault: fault["at"])
+    if hosts > 1 and chance.random() < 0.25:
+        begins = chance.uniform(0, lasts) if chance.random() < 0.5 else f"{chance.randrange(100)} %"
+        back = chance.choice((0.001, 0.1, 0.5)) * lasts if chance.random() < 0.7 else None
+        found.append({"kind": "crash", "host": chance.randrange(hosts), "at": begins, "lasts": back})
     return found

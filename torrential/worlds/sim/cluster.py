@@ -13,8 +13,8 @@
     factor = 4.0
     [[faults]]
     kind = "crash"
-    worker = 2
-    at = 12.5
+    worker = 2                              a worker, a server or a host, with all roles on it
+    at = 12.5                               or a share of the run: "50 %"
 
 Everything has a default; numbers are in seconds, bytes and bytes per second.
 """
@@ -41,6 +41,7 @@ Positive = Annotated[float, Meta(gt=0, le=1e15)]
 Number = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
+CRASHES = ("worker", "server", "host")  # what of a cluster can crash
 
 
 class Compute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,26 +106,52 @@ class Straggler(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Something that goes wrong once."""
+
     kind: Literal["crash", "partition", "slow-link"]
-    at: Seconds
-    """When it begins."""
+    at: Seconds | str
+    """When it begins: a second, or a share of the run, as in "50 %": when workers have computed the gradients of half
+    of the samples that the run plans to train on. Samples that are computed again count again."""
     worker: Number | None = None
+    """The worker that crashes."""
     server: Number | None = None
+    """The server that crashes."""
+    host: Number | None = None
+    """The host that crashes: all workers and servers on it die at once, and no role starts there until it is over."""
     hosts: tuple[Number, ...] = ()
     """Of a partition or slow link: these hosts on one side, all others on the other."""
     lasts: Positive | None = None
-    """Seconds until it is over: a crashed role starts again, a partition heals; None: never."""
+    """Seconds until it is over: crashed roles start again, a partition heals; None: never."""
     delay: Seconds = 0.0
     """Of a slow link: what is added to every message across it."""
 
     def __post_init__(self) -> None:
-        crash = self.kind == "crash"
-        if crash and (self.worker is None) == (self.server is None):
-            raise BadInput("a crash is of one worker or one server; give worker = N or server = N")
-        if not crash and not self.hosts:
-            raise BadInput(f"a {self.kind} needs the hosts on one side of it; give hosts = [0, 1]")
-        if self.kind == "slow-link" and not self.delay:
-            raise BadInput("a slow link needs a delay; give delay = 0.01")
+        given = [f"{name} = {number}" for name in CRASHES if (number := getattr(self, name)) is not None]
+        if self.kind == "crash":
+            if len(given) != 1:
+                wrong = f" (given: {' and '.join(given)})" if given else ""
+                raise BadInput(f"a crash is of one worker, server or host{wrong}; give one of worker, server and host")
+            if self.hosts:
+                raise BadInput(f"a crash is of one host (given: hosts = {list(self.hosts)}); give host = N")
+        else:
+            if given:
+                raise BadInput(f"a {self.kind} is between hosts (given: {' and '.join(given)}); give hosts = [0, 1]")
+            if not self.hosts:
+                raise BadInput(f"a {self.kind} needs the hosts on one side of it; give hosts = [0, 1]")
+            if self.kind == "slow-link" and not self.delay:
+                raise BadInput("a slow link needs a delay; give delay = 0.01")
+        if self.share is not None and self.share >= 1:
+            raise BadInput(f"a fault begins before the run is over (at: {self.at!r}); give a share below 100 %")
+
+    @property
+    def share(self) -> float | None:
+        """The share of the run at which it begins; None where that is told in seconds."""
+        if not isinstance(self.at, str):
+            return None
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", self.at)
+        if found is None:
+            raise BadInput(f'a fault begins at a second or a share of the run (at: {self.at!r}); try at = "50 %"')
+        return float(found[1]) / 100
 
 
 class Accidents(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,7 +196,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for what, numbers, most in (
             ("worker", [s.worker for s in self.stragglers] + [f.worker for f in self.faults], workers),
             ("server", [f.server for f in self.faults], servers),
-            ("host", [h for f in self.faults for h in f.hosts], self.hosts_of(workers, servers)),
+            ("host", [h for f in self.faults for h in (*f.hosts, f.host)], self.hosts_of(workers, servers)),
         ):
             for number in numbers:
                 if number is not None and number >= most:
@@ -187,7 +214,13 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def host_of_server(self, number: int, workers: int, servers: int) -> int:
         used = self._worker_hosts(workers)
-        return used + number if self.servers_apart else number * used // servers
+        if self.servers_apart:
+            return used + number
+        if servers <= used:
+            return number * used // servers  # as far from one another as can be
+        # One after the other, so that a server's replicas, which are the next servers in the ring, are on other hosts.
+        last_meets_first = number == servers - 1 and number % used == 0
+        return (number + last_meets_first) % used
 
     def factor(self, seed: int, worker: int, batch: int) -> float:
         """By which a worker's batch takes longer than seconds_per_sample says."""

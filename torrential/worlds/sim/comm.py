@@ -133,6 +133,7 @@ class SimComm(SimMail):
             then()
         self.work(seconds - done)
         self.span("compute", began)
+        self.hub.computed(samples)
         return result  # type: ignore[no-any-return]
 
     def reached(self, share: float, then: Callable[[], None]) -> None:

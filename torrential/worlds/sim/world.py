@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable
-from random import Random
 from typing import Protocol
 
-import msgspec
 import torch
 
-from torrential.comm.protocol import SERVERS
+from torrential.comm.protocol import SERVERS, role_name
 from torrential.data.batches import Batches
 from torrential.errors import RunFailed
+from torrential.optim.schedule import schedule_of
 from torrential.records import Event, Record, Step
 from torrential.server.role import Server
 from torrential.task import build_model
@@ -26,6 +26,7 @@ from torrential.worlds.base import Job, Listener
 from torrential.worlds.failure import attributed, describe, failed
 from torrential.worlds.sim.cluster import Cluster, Fault
 from torrential.worlds.sim.comm import SimComm
+from torrential.worlds.sim.faults import Faults
 from torrential.worlds.sim.group import Group
 from torrential.worlds.sim.hands import Hands
 from torrential.worlds.sim.kernel import Kernel, Role
@@ -111,6 +112,11 @@ class _Run:
         self._lives: dict[int, int] = {}
         self._step = job.checkpoint.step if job.checkpoint else 0
         self._running = 0  # workers whose program has not come to its end
+        self._down_until: dict[int, float] = {}  # hosts that died, and when roles may start there again
+        planned = schedule_of(config, job.strategy.joined(config.workers, config.batch_size)).total
+        seen = job.checkpoint.samples if job.checkpoint else 0
+        self._faults = Faults(self._kernel, cluster, config, planned, seen, self)
+        self._hub.computed = self._faults.computed
         self._ticked = time.monotonic()
         self._views: Views | None = None
         if self._served:
@@ -134,7 +140,7 @@ class _Run:
             self._group.join(*comms)
         else:
             self._group.here = {comm.rank: comm for comm in comms}
-        self._plan_faults()
+        self._faults.plan()
         self._kernel.run()
         self._raise_failure()
         self._check_dismissed()
@@ -214,9 +220,7 @@ class _Run:
         assert self._views is not None
         address = SERVERS + number
         timed = self._hub.timed
-        mail = (TimedMail if timed else SimMail)(
-            self._hub, address, self._cluster.host_of_server(number, self._config.workers, self._config.servers)
-        )
+        mail = (TimedMail if timed else SimMail)(self._hub, address, self._host_of(address))
         mail.view = self._views.view
         views, plan = self._views, self._plan
         initial = plan.initial() if begins else None
@@ -231,44 +235,13 @@ class _Run:
 
         mail.role = self._roles[address] = self._kernel.role(f"server {number}", program, uses_torch=False)
 
-    # -- faults ---------------------------------------------------------------------------------------------------
-    def _plan_faults(self) -> None:
-        for fault in self._cluster.faults:
-            over = max(0.0, self._kernel.now - fault.at)  # of it, where a run goes on
-            if not over:
-                self._kernel.after(fault.at - self._kernel.now, self._strike, fault)
-            elif fault.lasts is None:
-                self._kernel.after(0.0, self._strike, fault)
-            elif fault.lasts > over:
-                self._kernel.after(0.0, self._strike, msgspec.structs.replace(fault, lasts=fault.lasts - over))
-        accidents = self._cluster.accidents
-        for kind, count, mean in (
-            ("worker", self._config.workers, accidents.mean_time_between_crashes),
-            ("server", self._config.servers, accidents.server_mean_time_between_crashes),
-        ):
-            if mean is not None:
-                for number in range(count):
-                    self._next_accident(kind, number, mean, Random(f"crashes {kind} {number} {self._config.seed}"))
+    def _host_of(self, address: int) -> int:
+        if address < SERVERS:
+            return self._cluster.host_of_worker(address)
+        return self._cluster.host_of_server(address - SERVERS, self._config.workers, self._config.servers)
 
-    def _next_accident(self, kind: str, number: int, mean: float, chance: Random) -> None:
-        after, lasts = chance.expovariate(1 / mean), self._cluster.accidents.restart_after
-
-        def happen() -> None:
-            worker, server = (number, None) if kind == "worker" else (None, number)
-            self._strike(Fault(kind="crash", at=self._kernel.now, lasts=lasts, worker=worker, server=server))
-            if lasts is not None:
-                self._kernel.after(lasts, self._next_accident, kind, number, mean, chance)
-
-        self._kernel.after(after, happen)
-
-    def _strike(self, fault: Fault) -> None:
-        if fault.kind == "crash":
-            address = SERVERS + fault.server if fault.server is not None else fault.worker
-            assert address is not None
-            finished = self._group.dismissed or address in self._group.left
-            if address in self._hub.mails and not finished:
-                self._crash(address, fault.lasts)
-            return
+    # -- faults: what worlds.sim.faults.Faults asks for -----------------------------------------------------------
+    def disturb(self, fault: Fault) -> None:
         side = frozenset(fault.hosts)
         self._event(fault.kind, None, f"hosts {', '.join(map(str, fault.hosts))}")
         if fault.kind == "partition":
@@ -276,13 +249,23 @@ class _Run:
         else:
             self._hub.network.slow(side, fault.delay, fault.lasts)
 
-    def _crash(self, address: int, lasts: float | None) -> None:
-        del self._hub.mails[address]
-        self._roles[address].kill()
-        if address < SERVERS:
-            self._running -= 1
-        self._kernel.after(self._cluster.detection, self._noticed, address)
-        if lasts is not None:
+    def crash_host(self, host: int, lasts: float | None) -> None:
+        here = sorted(address for address, mail in self._hub.mails.items() if mail.host == host)
+        self._down_until[host] = math.inf if lasts is None else self._kernel.now + lasts
+        self._event("host_lost", None, f"host {host}: {', '.join(map(role_name, here)) or 'nobody was there'}")
+        self.crash(here, lasts)
+
+    def crash(self, addresses: list[int], lasts: float | None) -> None:
+        """Whoever has finished is left alone."""
+        finished = self._group.left if not self._group.dismissed else addresses
+        struck = [a for a in addresses if a in self._hub.mails and a not in finished]
+        for address in struck:
+            del self._hub.mails[address]
+            self._roles[address].kill()
+            self._running -= address < SERVERS
+            self._kernel.after(self._cluster.detection, self._noticed, address)
+        for address in struck if lasts is not None else ():
+            assert lasts is not None
             self._kernel.after(max(lasts, self._cluster.detection), self._restart, address)
 
     def _noticed(self, address: int) -> None:
@@ -297,6 +280,11 @@ class _Run:
 
     def _restart(self, address: int) -> None:
         if self._group.dismissed:
+            return
+        until = self._down_until.get(self._host_of(address), 0.0)
+        if until > self._kernel.now:
+            if until < math.inf:
+                self._kernel.at(until, self._restart, address)
             return
         if address >= SERVERS:
             assert self._views is not None
