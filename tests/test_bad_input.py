@@ -24,7 +24,7 @@ import torch
 
 from torrential import checkpoint as checkpoints
 from torrential import cli, records
-from torrential.config import Recipe, Settings
+from torrential.config import SIMULATED, Recipe, Settings, without_effect
 from torrential.data.deal import Deal
 from torrential.options import explain
 from torrential.strategies import STRATEGIES
@@ -319,6 +319,27 @@ def test_task_files_that_do_not_work(
     assert not (tmp_path / "out").exists()
 
 
+TRAINS = f"""{HEAD}
+task = make()
+print("trained", tt.train(task, out="trained", progress=False).summary.steps)
+"""
+
+
+def test_a_file_that_trains_when_it_is_imported(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, TRAINS)
+    assert refused("train", path, "--out", tmp_path / "out") == (
+        f"{path}:{line_of(TRAINS, 'tt.train')}: mine.py trains when it is imported; run it with `python mine.py`, "
+        'or put tt.train under `if __name__ == "__main__":`\n'
+    )
+    guarded = TRAINS.replace("print", "if __name__ == '__main__': print")
+    with pytest.raises(AssertionError, match="as far as the world"):  # of what is not bad input
+        refused("train", write(tmp_path, guarded, "guarded.py"), "--out", tmp_path / "out")
+    assert not (tmp_path / "trained").exists()
+
+
 RAISING_ITEMS = f"""{HEAD}
 class Broken(torch.utils.data.Dataset):
     def __len__(self):
@@ -583,12 +604,29 @@ def test_all_that_can_be_set_is_shown_and_explained(name: str, main_here: Callab
     shown = " ".join(ended.out.split())
     options = [option for kind in (STRATEGIES[name], Settings, Recipe) for option in explain(kind)]
     assert len(options) == len({option.name for option in options})
-    for option in options:
+    hidden = without_effect(STRATEGIES[name].served)
+    assert not [o.name for o in options if o.name in hidden and f" {o.name}" in shown and o.about in shown]
+    if STRATEGIES[name].served:
+        assert "scaling=none (none | linear | sqrt) " in shown
+        hidden = hidden | {"scaling"}
+    for option in (option for option in options if option.name not in hidden):
         assert option.about and f"{option.about} " in f"{shown} ", option
         default = f"={option.default}" if option.default else ""
         assert f" {option.name}{default} " in shown
         assert " | ".join(option.choices) in shown
     assert "schedule=constant (constant | step | cosine | poly) What the rate does after warm-up. " in shown
+    simulated = shown.partition("Of simulations only (--world sim). ")[2].partition(" How to train with large batches")[
+        0
+    ]
+    assert [name for name in SIMULATED if f"{name}=" not in simulated] == [] and simulated.count("=") == len(SIMULATED)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in STRATEGIES.items() if kind.served])
+def test_what_is_not_shown_is_refused(name: str, refused: Callable[..., str]) -> None:
+    for option in ("algorithm=ring", "grow=true", "resize=0:0.5", "scaling=loss"):
+        given = ("--strategy", name, "--workers", 2, "--set", option, "--set", "schedule=step")
+        assert option.partition("=")[0] in refused("train", "digits", *given)
+    assert without_effect(served=True) == {"algorithm", "hosts", "grow", "resize"}
 
 
 def test_help_says_where_options_are_explained(main_here: Callable[..., Ended]) -> None:

@@ -16,7 +16,7 @@ LAYERS = [
     {"params", "server"},
     {"strategies"},
     {"checkpoint", "trainer"},
-    {"worlds", "prepare", "run", "progress"},
+    {"worlds", "prepare", "run", "progress", "completion"},
     {"study", "bench", "testing"},
     {"report", "cli", "__main__"},
 ]

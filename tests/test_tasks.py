@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from torrential.data.batches import Batches
 from torrential.data.deal import Deal
@@ -138,6 +140,33 @@ def test_file_with_functions_and_siblings(tmp_path: Path) -> None:
         tmp_path, "import sibling_of_mine\ndef build():\n    return sibling_of_mine.task\ndef task(): return build()\n"
     )
     assert load_task(f"{file}:build").name == load_task(file).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [("mine.py", "mine"), ("mine.py:task", "mine"), ("mine.py:other", "mine-other"), ("mine.py:build", "mine-build")],
+)
+def test_a_task_without_a_name_is_called_after_its_file(spec: str, named: str, tmp_path: Path) -> None:
+    write(tmp_path, GOOD.replace(', name="mine"', "") + "other = task\ndef build(): return task\n")
+    assert load_task(f"{tmp_path}/{spec}").name == named
+
+
+def test_a_name_that_was_given_stays(tmp_path: Path) -> None:
+    for given in ("given", "mine"):
+        write(tmp_path, GOOD.replace('"mine"', f'"{given}"') + "other = task\n")
+        for spec in ("mine.py", "mine.py:task", "mine.py:other"):
+            assert load_task(f"{tmp_path}/{spec}").name == given
+
+
+def test_a_task_of_a_program_is_called_after_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = TensorDataset(torch.zeros(2, 3), torch.zeros(2).long())
+    make = partial(Task, model=lambda: torch.nn.Linear(3, 2), loss=torch.nn.functional.cross_entropy)
+    main = sys.modules["__main__"]
+    for file, named in ((tmp_path / "script.py", "script"), (tmp_path / "program" / "__main__.py", "program")):
+        monkeypatch.setattr(main, "__file__", str(file), raising=False)
+        assert make(train=data, test=data).name == named
+    monkeypatch.delattr(main, "__file__")
+    assert make(train=data, test=data).name == "task"
 
 
 def test_the_only_task_needs_no_name(tmp_path: Path) -> None:

@@ -7,24 +7,27 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from torrential import completion
 from torrential.errors import BadInput, TorrentialError
 from torrential.study import command as studies
 from torrential.version import __version__
 from torrential.worlds.local.launch import Launch
 
+if TYPE_CHECKING:
+    from torrential.options import Option
+
 app = typer.Typer(
     name="torrential",
     help="Train one script in any distributed way, and see which reaches the target soonest.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -46,8 +49,14 @@ class Terminated(BaseException):
     torrential train --resume runs/digits-allreduce-20260101-120000"""
 )
 def train(
-    task: Annotated[str | None, typer.Argument(help="A built-in task, or file.py[:name].", show_default=False)] = None,
-    strategy: Annotated[str | None, typer.Option(help="How workers cooperate; allreduce by default.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Argument(help="A built-in task, or file.py[:name].", show_default=False, autocompletion=completion.tasks),
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(help="How workers cooperate; allreduce by default.", autocompletion=completion.strategies),
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; 1 by default.")] = None,
     servers: Annotated[int | None, typer.Option(help="Parameter servers; 1 for strategies that need them.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data; the task's own by default.")] = None,
@@ -60,10 +69,18 @@ def train(
         float | None, typer.Option(help="Learning rate; the task's own by default (LARS wants a larger one).")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random; 0 by default.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto (the default), cpu or cuda.")] = None,
-    world: Annotated[str | None, typer.Option(help="local (this machine's processes, the default) or sim.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="auto (the default), cpu or cuda.", autocompletion=completion.devices)
+    ] = None,
+    world: Annotated[
+        str | None,
+        typer.Option(help="local (this machine's processes, the default) or sim.", autocompletion=completion.worlds),
+    ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="What is simulated: a TOML file, or laptop, spot64, goyal256.")
+        str | None,
+        typer.Option(
+            help="What is simulated: a TOML file, or laptop, spot64, goyal256.", autocompletion=completion.clusters
+        ),
     ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Write trace.json of a simulation, for Perfetto.")] = False,
     set_: Annotated[
@@ -72,6 +89,7 @@ def train(
             "--set",
             help="name=value: an option of the strategy, the world or the recipe for large batches; "
             "'torrential strategies NAME' shows and explains them all.",
+            autocompletion=completion.settings,
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the run; a fresh one under runs/ by default.")] = None,
@@ -197,12 +215,15 @@ def tasks() -> None:
 
 
 @app.command()
-def strategies(name: Annotated[str | None, typer.Argument(help="Show one in full.")] = None) -> None:
+def strategies(
+    name: Annotated[str | None, typer.Argument(help="Show one in full.", autocompletion=completion.strategies)] = None,
+) -> None:
     """List the strategies; with a NAME, the idea of one, and all that --set can set for it, explained."""
     import inspect
 
-    from torrential.config import Recipe, Settings
+    from torrential.config import SIMULATED, Recipe, Settings, without_effect
     from torrential.errors import UnknownName
+    from torrential.options import explain
     from torrential.strategies import STRATEGIES
 
     if name is None:
@@ -215,22 +236,28 @@ def strategies(name: Annotated[str | None, typer.Argument(help="Show one in full
     print(inspect.getdoc(sys.modules[kind.__module__]))
     print("\nWhat can be set with --set name=value; shown with the default, if there is one.")
     own = f"Of {name} alone" + ("." if kind.__struct_fields__ else ": nothing.")
-    for about, struct in ((own, kind), (inspect.getdoc(Settings), Settings), (inspect.getdoc(Recipe), Recipe)):
+    hidden = without_effect(kind.served)
+    real = [option for option in explain(Settings) if option.name not in SIMULATED]
+    simulated = [option for option in explain(Settings) if option.name in SIMULATED]
+    recipe = [o._replace(choices=[c for c in o.choices if not (kind.served and c == "loss")]) for o in explain(Recipe)]
+    for about, options in (
+        (own, list(explain(kind))),
+        (inspect.getdoc(Settings), real),
+        ("Of simulations only (--world sim).", simulated),
+        (inspect.getdoc(Recipe), recipe),
+    ):
         print(f"\n{about}")
-        _explain(struct)
+        _print_options(option for option in options if option.name not in hidden)
 
 
-def _explain(struct: type[Any]) -> None:
-    """Print the options of a struct."""
+def _print_options(options: Iterable[Option]) -> None:
     import shutil
     from textwrap import TextWrapper
-
-    from torrential.options import explain
 
     width = max(40, min(100, shutil.get_terminal_size().columns))
     head = TextWrapper(width, initial_indent="  ", subsequent_indent=" " * 6, break_on_hyphens=False)
     body = TextWrapper(width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
-    for option in explain(struct):
+    for option in options:
         default = f"={option.default}" if option.default else ""
         choices = f"  ({' | '.join(option.choices)})" if option.choices else ""
         print(head.fill(f"{option.name}{default}{choices}"))

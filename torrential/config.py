@@ -6,6 +6,14 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+SIMULATED = ("gradients", "processes", "trace")  # options that need a simulation
+
+
+def without_effect(served: bool) -> set[str]:
+    """Options that a strategy refuses, or that change nothing of it: with servers workers sum nothing among themselves.
+    There scaling=loss is refused, too."""
+    return {"algorithm", "hosts", "grow", "resize"} if served else {"replicas", "restart_servers"}
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How a world runs its roles."""
@@ -48,15 +56,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How to train with large batches, piece by piece; all off by default. Works with any strategy, except that grow,
-    resize and scaling=loss need allreduce."""
+    """How to train with large batches, piece by piece; all off by default."""
 
     recipe: Literal["none", "goyal"] = "none"
     """A whole recipe at once, to which single options below are exceptions: goyal is "Accurate, Large Minibatch SGD"
     (linear scaling, 5 epochs of gradual warm-up, steps, no decay of norms and biases, last gammas zero)."""
     scaling: Literal["none", "linear", "sqrt", "loss"] = "none"
-    """How the learning rate grows with the joined batch. "loss" scales the gradient instead: not the same thing
-    once there is weight decay or momentum; there to show it."""
+    """How the learning rate grows with the joined batch. "loss" (allreduce only) scales the gradient instead: not the
+    same thing once there is weight decay or momentum; there to show it."""
     base_batch: int | None = None
     """The joined batch that the task's rate is meant for; by default the task's own batch size."""
     warmup: float | None = None

@@ -22,6 +22,7 @@ from torrential.records import Evaluation, Event, Record, RecordWriter, Step, Su
 from torrential.strategies.base import Strategy
 from torrential.task import Task, build_model
 from torrential.tasks import load_task
+from torrential.usercode import refuse_training
 from torrential.worlds.base import Job, Listener, World
 from torrential.worlds.local.launch import Launch
 
@@ -75,6 +76,7 @@ def train(
 
     `options` are the strategy's and the world's, as after `--set`: `transport="tcp"`, `restart=True`, ...
     """
+    refuse_training()
     launch = Launch() if world == "local" else None
     try:
         loaded = load_task(task) if isinstance(task, str) else task

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from torrential.errors import BadInput, UnknownName
-from torrential.usercode import calling
+from torrential.usercode import calling, name_of_file
 
 # Classes with a fused kernel, by the kind of device it exists on; several times faster on a flat buffer.
 _FUSED = {
@@ -162,7 +162,8 @@ class Task:
     """Gradients are scaled down to this norm when theirs is larger."""
     target: float | None = None
     """The metric's value to reach."""
-    name: str = "task"
+    name: str = field(default_factory=name_of_file)
+    """What reports and run directories call it; by default the name of the file that makes it."""
 
     def __post_init__(self) -> None:
         if isinstance(self.model, nn.Module):

@@ -6,15 +6,19 @@ with calling("loss"):                  the task's loss raised ValueError: no tar
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torrential.errors import TaskFailed, TorrentialError
+from torrential.errors import BadInput, TaskFailed, TorrentialError
 
+_loading: ContextVar[Path | None] = ContextVar("loading", default=None)  # the task file that is being imported
 _OURS = (f"{Path(__file__).parent}/", f"{sysconfig.get_path('stdlib')}/", "<")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
@@ -50,6 +54,37 @@ def failed(fact: str, error: BaseException, made_by: Callable[..., Any] | None =
     if trace := trace_of(error):
         told.add_note(trace)
     return told
+
+
+@contextlib.contextmanager
+def loading(path: Path) -> Iterator[None]:
+    """A block that runs a task's file."""
+    token = _loading.set(path)
+    try:
+        yield
+    finally:
+        _loading.reset(token)
+
+
+def refuse_training() -> None:
+    """Raises while a task's file is being imported: one that trains there would train again for whoever asked for its
+    task."""
+    path = _loading.get()
+    if path is not None:
+        raise BadInput(
+            f"{path.name} trains when it is imported; run it with `python {path.name}`, or put tt.train under "
+            '`if __name__ == "__main__":`'
+        )
+
+
+def name_of_file() -> str:
+    """What a task is called that was given no name: "mine.py" while that file is being imported (load_task makes more
+    of it), else as the program; "task" where there is no file, as in a notebook."""
+    loaded = _loading.get()
+    if loaded is not None:
+        return loaded.name
+    main = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "task")
+    return main.parent.name if main.stem == "__main__" else main.stem
 
 
 def in_words(error: BaseException) -> str:

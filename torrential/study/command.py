@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from torrential import completion
 from torrential.errors import BadInput, RunFailed
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ def add(
     @app.command(epilog=EXAMPLES)
     def compare(
         task: Annotated[
-            str | None, typer.Argument(help="A built-in task, or file.py[:name].", show_default=False)
+            str | None,
+            typer.Argument(
+                help="A built-in task, or file.py[:name].", show_default=False, autocompletion=completion.tasks
+            ),
         ] = None,
         strategies: Annotated[
             list[str] | None,
@@ -50,6 +54,7 @@ def add(
                 help="Ways to train, as in allreduce,downpour:push_every=5+lr=0.02,ssp: options of one entry after "
                 "':', joined by '+': those of --set, and lr, batch_size, workers, servers.",
                 show_default=False,
+                autocompletion=completion.strategies,
             ),
         ] = None,
         target: Annotated[
@@ -67,14 +72,29 @@ def add(
         batch_size: Annotated[int | None, typer.Option(help="Samples per worker and step.")] = None,
         lr: Annotated[float | None, typer.Option(help="Learning rate; the task's own by default.")] = None,
         seed: Annotated[int | None, typer.Option(help="The seeds of all runs are made from it; 0 by default.")] = None,
-        device: Annotated[str | None, typer.Option(help="auto (the default), cpu or cuda.")] = None,
-        world: Annotated[str | None, typer.Option(help="local (this machine's processes, the default) or sim.")] = None,
+        device: Annotated[
+            str | None, typer.Option(help="auto (the default), cpu or cuda.", autocompletion=completion.devices)
+        ] = None,
+        world: Annotated[
+            str | None,
+            typer.Option(
+                help="local (this machine's processes, the default) or sim.", autocompletion=completion.worlds
+            ),
+        ] = None,
         cluster: Annotated[
-            str | None, typer.Option(help="What is simulated, as in laptop,mine.toml: each entry on each.")
+            str | None,
+            typer.Option(
+                help="What is simulated, as in laptop,mine.toml: each entry on each.",
+                autocompletion=completion.clusters,
+            ),
         ] = None,
         set_: Annotated[
             list[str] | None,
-            typer.Option("--set", help="name=value for all entries; evaluate_every counts steps of the first entry."),
+            typer.Option(
+                "--set",
+                help="name=value for all entries; evaluate_every counts steps of the first entry.",
+                autocompletion=completion.settings,
+            ),
         ] = None,
         tune: Annotated[
             list[str] | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import importlib.util
@@ -10,13 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from torrential.errors import BadInput, TorrentialError, UnknownName
-from torrential.task import Task
-from torrential.usercode import failed, place_of
+from torrential.usercode import failed, loading, place_of
+
+if TYPE_CHECKING:  # torch is loaded when a task is: names are listed and completed without it
+    from torrential.task import Task
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ _DEFAULT_NAME = "task"
 def load_task(spec: str) -> Task:
     """A built-in task by name, or one from `path/to/file.py[:name]`: a Task there, or a function that returns one.
 
-    Without a name it is `task`, or else the file's only Task. The file's directory goes to the front of sys.path, and
+    Without a name it is `task`, or else the file's only Task. A Task that was not given a name is called after the
+    file, and after its own variable too if that was asked for. The file's directory goes to the front of sys.path, and
     what the file defines is pickled by value, so that it can be sent to processes that cannot import it.
     """
     file, colon, name = spec.rpartition(":")
@@ -59,7 +63,10 @@ def load_task(spec: str) -> Task:
     if not path.is_file():
         raise BadInput(f"there is no file {file} (looked in {Path.cwd()}); give the path of a task's file")
     path = path.resolve()
-    return _pick(_import(path), path, name)
+    task = _pick(_import(path), path, name)
+    if task.name != path.name:
+        return task
+    return dataclasses.replace(task, name=path.stem if name in ("", _DEFAULT_NAME) else f"{path.stem}-{name}")
 
 
 def _import(path: Path) -> ModuleType:
@@ -81,6 +88,8 @@ def _import(path: Path) -> ModuleType:
 
 
 def _pick(module: ModuleType, path: Path, name: str) -> Task:
+    from torrential.task import Task
+
     members = {key: value for key, value in vars(module).items() if not key.startswith("_")}
     tasks = [key for key, value in members.items() if isinstance(value, Task)]
     if not name and _DEFAULT_NAME not in members:
@@ -106,7 +115,8 @@ def _pick(module: ModuleType, path: Path, name: str) -> Task:
 def _users_own(path: Path, function: Callable[..., Any], *args: Any) -> Any:
     """Calls the user's code; if it raises, the user sees where in it, and nothing of ours."""
     try:
-        return function(*args)
+        with loading(path):
+            return function(*args)
     except (Exception, SystemExit) as error:
         if isinstance(error, BadInput):
             place = place_of(error)
