@@ -6,6 +6,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,10 @@ from torrential.strategies import STRATEGIES
 from torrential.testing.__main__ import app
 from torrential.testing.schedule import draw
 from torrential.testing.sweep import Failure, check, outcome, outcomes
+from torrential.worlds.sim.cluster import Fault, make_cluster
 from torrential.worlds.sim.comm import SimComm
+from torrential.worlds.sim.faults import Faults
+from torrential.worlds.sim.kernel import Kernel
 
 
 def test_what_must_hold_holds() -> None:
@@ -97,6 +101,46 @@ def test_a_share_of_the_run_is_one_of_samples(tmp_path: Path) -> None:
         (struck,) = (r for r in result.history if isinstance(r, Event) and r.event == "host_lost")
         before = [r.step for r in result.history if isinstance(r, Step) and r.time <= struck.time]
         assert struck.time == pytest.approx(steps * 0.032, rel=0.1) and max(before, default=0) <= steps
+
+
+class Struck:
+    """A world that keeps what its faults ask for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def crash(self, addresses: list[int], lasts: float | None) -> None:
+        self.asked.append((addresses, lasts))
+
+    def crash_host(self, host: int, lasts: float | None) -> None:
+        self.asked.append((host, lasts))
+
+    def disturb(self, fault: Fault) -> None:
+        self.asked.append((fault.kind, fault.lasts))
+
+
+@pytest.mark.parametrize(
+    ("seen", "lasts", "begun", "struck"),
+    [
+        (0, 9.0, 0, 1),
+        (49, 9.0, 0, 1),
+        (50, 9.0, 0, 0),  # over, as far as can be known
+        (50, None, 1, 1),
+    ],
+)
+def test_a_run_that_goes_on_meets_what_is_not_over(seen: int, lasts: float | None, begun: int, struck: int) -> None:
+    """Of 100 samples, `seen` were trained on before; the fault is at half of them."""
+    kernel, world = Kernel(), Struck()
+    cluster = make_cluster({"faults": [{"kind": "crash", "host": 1, "at": "50 %", "lasts": lasts}]})
+    config: Any = SimpleNamespace(workers=2, servers=0, seed=0)
+    faults = Faults(kernel, cluster, config, 100, seen, world)
+    faults.plan()
+    kernel.run()
+    assert world.asked == [(1, lasts)] * begun
+    for _ in range(100 - seen):
+        faults.computed(1)
+    kernel.run()
+    assert world.asked == [(1, lasts)] * struck
 
 
 def test_nothing_starts_on_a_host_that_is_down(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ from random import Random
 from typing import Annotated, Any, Literal
 
 import msgspec
-import msgspec.inspect
 from msgspec import Meta, Struct
 
 from torrential.errors import BadInput, UnknownName
+from torrential.worlds.sim.wrong import in_words
 
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]  # decades; much later, virtual time would no longer move by a second
 Positive = Annotated[float, Meta(gt=0, le=1e15)]
@@ -109,7 +109,7 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Something that goes wrong once."""
 
     kind: Literal["crash", "partition", "slow-link"]
-    at: Seconds | str
+    at: Seconds | Annotated[str, Meta(examples=["50 %"])]
     """When it begins: a second, or a share of the run, as in "50 %": when workers have computed the gradients of half
     of the samples that the run plans to train on. Samples that are computed again count again."""
     worker: Number | None = None
@@ -287,21 +287,9 @@ def make_cluster(table: dict[str, Any], where: str = "the cluster") -> Cluster:
     try:
         return msgspec.convert(table, Cluster)
     except msgspec.ValidationError as error:
-        raise BadInput(f"{where}: {error}{_remedy(str(error))}") from error
-
-
-def _remedy(error: str) -> str:
-    """What there is instead of a key or a word that there is not; msgspec says where: `$.faults[0].kind`."""
-    if error.startswith("Expected `array`, got `object`"):
-        return "; there may be several of them: write two brackets, as in [[faults]]"
-    node: Any = msgspec.inspect.type_info(Cluster)
-    _, found, path = error.rpartition(" - at `$")
-    for name in re.findall(r"\.(\w+)", path) if found else ():
-        node = next(field.type for field in node.fields if field.name == name)
-        node = getattr(node, "item_type", node)
-    if "unknown field" in error:
-        return f"; known: {', '.join(field.name for field in node.fields)}"
-    return f"; known: {', '.join(map(str, node.values))}" if isinstance(node, msgspec.inspect.LiteralType) else ""
+        raise BadInput(f"{where}: {in_words(error, table, Cluster)}") from error
+    except BadInput as error:  # from one of the structs above
+        raise BadInput(f"{where}: {error}") from error
 
 
 def _not_finite(value: Any) -> Iterator[float]:
