@@ -79,6 +79,7 @@ def _become(args: list[str], out: str, err: str, env: dict[str, str], directory:
 
 def forked_nursery() -> Launched:
     ours, theirs = socket.socketpair()
+    parent = os.getpid()
     pid = os.fork()
     if not pid:
         ours.close()
@@ -88,6 +89,6 @@ def forked_nursery() -> Launched:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         nursery.keep_freed_memory()
         nursery.preload()
-        nursery.serve_and_exit(theirs.detach())
+        nursery.serve_and_exit(theirs.detach(), parent)
     theirs.close()
     return Launched(ours, pid)

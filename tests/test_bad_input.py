@@ -7,7 +7,6 @@ that fails after its start, go through a command of their own. Where a task's ow
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import signal
@@ -73,23 +72,17 @@ class NothingStarts:
 def main_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ended]]:
     """The command line's `main` in this process."""
 
-    def leave(code: int) -> NoReturn:
-        raise SystemExit(code)
-
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    monkeypatch.setattr(os, "_exit", leave)
+    handler = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(sys, "path", list(sys.path))  # a task's file puts its directory there
 
     def main(*args: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["torrential", *map(str, args)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
+        code = cli.carry_out()
         streams = capfd.readouterr()
-        return Ended(int(ended.value.code or 0), streams.out, streams.err)
+        return Ended(code, streams.out, streams.err)
 
     yield main
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture

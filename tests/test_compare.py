@@ -117,11 +117,8 @@ def test_a_signal_while_a_module_is_loaded_is_no_failure_of_the_module(
     def fail(**how: Any) -> None:
         raise ImportError("initialization failed") from cause
 
-    codes: list[int] = []
     monkeypatch.setattr(cli, "app", fail)
-    monkeypatch.setattr(os, "_exit", codes.append)
-    cli.main()
-    assert codes == [code] and capfd.readouterr().err == ""
+    assert cli.carry_out() == code and capfd.readouterr().err == ""
 
 
 # -- simulated --------------------------------------------------------------------------------------------------------

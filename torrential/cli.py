@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from torrential import completion
+from torrential import completion, lifetime, streams
 from torrential.errors import BadInput, TorrentialError
 from torrential.study import command as studies
 from torrential.version import __version__
@@ -37,7 +38,7 @@ _err = Console(stderr=True)
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGHUP, as an exception, so that everything is cleaned up on the way out."""
+    """SIGTERM as an exception, so that everything is cleaned up on the way out."""
 
 
 @app.command(
@@ -287,13 +288,14 @@ def _write_report(study: Any, path: Path) -> None:
     write_report(study, path)
 
 
+def _end(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signum, signal.SIG_IGN)  # a whole group may have been sent it, and we be told twice
+    raise Terminated(signum)
+
+
 @contextlib.contextmanager
 def _launching(local: bool = True) -> Iterator[Launch | None]:
-    def end(signum: int, frame: FrameType | None) -> None:
-        raise Terminated(signum)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
+    signal.signal(signal.SIGTERM, _end)
     launch = Launch() if local else None
     try:
         yield launch
@@ -306,14 +308,45 @@ studies.add(app, lambda: _launching(local=False), _options, _write_report)
 
 
 def main() -> None:
-    """Entry point: exit codes are 0, 1 (the run failed), 2 (bad input), 130 (interrupted), 143 (terminated)."""
+    """Entry point. The command is carried out in a child: a task's code may end that, and is not this process.
+
+    Without a terminal, when nobody reads what is printed, a run goes on: its records are what counts.
+    """
+    streams.keep()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    code, finished = lifetime.run_in_child(carry_out)
+    if code < 0:
+        _fail(f"the command was ended by {signal.Signals(-code).name}; records up to then are in the run's directory")
+        code = 128 - code
+    elif not finished:
+        _fail(
+            f"the task's code ended the command before it was done (exit status {code}, as by os._exit); look for that "
+            "in the model, the loss, the data sets and what they import"
+        )
+        code = 1
+    os._exit(code) if code else sys.exit(0)
+
+
+def _fail(message: str) -> None:
+    _err.show_cursor(True)  # which a display that was cut short has hidden
+    _err.print(f"[red]error:[/red] {_escape(message)}", highlight=False, soft_wrap=True)
+
+
+def carry_out() -> int:
+    """The exit code: 0, 1 (the run failed), 2 (bad input), 130 (interrupted), 143 (terminated); and 141 if standard
+    output is a pipe that was closed, as of any program that SIGPIPE ends."""
     code = 0
     try:
         code = app(standalone_mode=False) or 0
     except TorrentialError as error:
-        told = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        _err.print(f"[red]error:[/red] {_escape(told)}", highlight=False, soft_wrap=True)
+        _fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
         code = error.exit_code
+    except SystemExit as end:  # a task's; typer raises none
+        from torrential.usercode import refuse_exit
+
+        refused = refuse_exit(end)
+        _fail(str(refused))
+        code = refused.exit_code
     except typer.Abort:
         code = 130
     except KeyboardInterrupt:
@@ -327,19 +360,27 @@ def main() -> None:
     except OSError as error:  # a directory that cannot be written to, a name that is too long
         if error.filename is None:
             raise
-        _err.print(
-            f"[red]error:[/red] {_escape(f'{error.filename}: {error.strerror}')}", highlight=False, soft_wrap=True
-        )
+        _fail(f"{error.filename}: {error.strerror}")
         code = 1
     except Exception as error:
         if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "format_message"):
             if text := _usage(error):  # none where the help itself was the answer
-                _err.print(f"[red]error:[/red] {_escape(text)}", highlight=False, soft_wrap=True)
+                _fail(text)
             code = 2
         else:
             raise
-    sys.stdout.flush()
-    os._exit(code) if code else sys.exit(0)
+    return code or _check_output()
+
+
+def _check_output() -> int:
+    """The exit code where all went well but standard output could not take what it was given."""
+    lost = streams.why_lost(sys.stdout)
+    if lost is None:
+        return 0
+    if lost.errno == errno.EPIPE:
+        return 128 + signal.SIGPIPE
+    _fail(f"standard output: {lost.strerror}; write it elsewhere (a run's result is also at the end of records.jsonl)")
+    return 1
 
 
 def _usage(error: Any) -> str:

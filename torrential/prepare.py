@@ -27,6 +27,7 @@ from torrential.errors import BadInput, UnknownName
 from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe, without_effect
 from torrential.optim.schedule import schedule_of
 from torrential.options import make
+from torrential.progress import standard_error
 from torrential.records import Evaluation, Summary
 from torrential.strategies import STRATEGIES, make_strategy
 from torrential.strategies.base import Strategy
@@ -291,7 +292,7 @@ def _resumed(directory: Path, manifest: records.Manifest, task: Task | None) -> 
     checkpoint, skipped = checkpoints.latest(directory / "checkpoints")
     _check_same(directory, config, task, checkpoint)
     for why in skipped:
-        print(f"skipped a damaged checkpoint: {why}", file=sys.stderr)
+        standard_error().print(f"skipped a damaged checkpoint: {why}", markup=False, highlight=False, soft_wrap=True)
     kept = records.trim_records(path, checkpoint.step if checkpoint else 0)
     if checkpoint is None:
         kept = []

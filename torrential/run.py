@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,12 @@ from torrential.data.deal import Deal
 from torrential.errors import RunFailed
 from torrential.optim.schedule import schedule_of
 from torrential.prepare import Request, prepare, prepare_resume, unlock
+from torrential.progress import Progress, standard_error
 from torrential.records import Evaluation, Event, Record, RecordWriter, Step, Summary
 from torrential.strategies.base import Strategy
 from torrential.task import Task, build_model
 from torrential.tasks import load_task
-from torrential.usercode import refuse_training
+from torrential.usercode import refuse_exit, refuse_training
 from torrential.worlds.base import Job, Listener, World
 from torrential.worlds.local.launch import Launch
 
@@ -103,8 +103,15 @@ def train(
         try:
             return execute(job, launch, lambda j: _listener(j, progress))
         except KeyboardInterrupt:
-            print(f"stopped; go on with tt.train(task, resume={str(job.directory)!r})", file=sys.stderr)
+            standard_error().print(
+                f"stopped; go on with tt.train(task, resume={str(job.directory)!r})",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
             raise
+    except SystemExit as end:
+        raise refuse_exit(end) from end
     finally:
         if launch is not None:
             launch.close()
@@ -113,15 +120,11 @@ def train(
 def _listener(job: Job, show: bool | None) -> Any:
     if show is False:
         return Silent()
-    from rich.console import Console
-
-    return show_progress(job, Console(stderr=True))
+    return show_progress(job, standard_error())
 
 
 def show_progress(job: Job, console: Any) -> Any:
     """A listener that shows on `console` what it is told."""
-    from torrential.progress import Progress
-
     config = job.config
     return Progress(
         planned_steps(job), config.workers, job.task.metric_name, config.target, console, virtual=config.world == "sim"

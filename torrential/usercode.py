@@ -77,6 +77,15 @@ def refuse_training() -> None:
         )
 
 
+def refuse_exit(end: SystemExit) -> BadInput:
+    """What to raise in the place of the user's SystemExit, which would end the program as if all were well."""
+    place = place_of(end)
+    return BadInput(
+        f"{place and f'{place}: '}the task's code ended the program (sys.exit({end.code!r})); raise an error there, or "
+        "return"
+    )
+
+
 def name_of_file() -> str:
     """What a task is called that was given no name: "mine.py" while that file is being imported (load_task makes more
     of it), else as the program; "task" where there is no file, as in a notebook."""

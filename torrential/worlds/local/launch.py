@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 
+from torrential.worlds.local import start
+
 END_SECONDS = 5.0
 
 
@@ -17,7 +19,7 @@ class Launch:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "torrential.worlds.local.nursery", str(theirs.fileno())],
+            start.command("nursery", theirs.fileno()),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt at the terminal is for the supervisor alone

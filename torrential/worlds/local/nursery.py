@@ -1,8 +1,8 @@
-"""A process that has torch loaded and forks a role whenever the supervisor asks: `python -m ...nursery FD`.
+"""A process that has torch loaded and forks a role whenever the supervisor asks (worlds/local/start.py begins it).
 
 Unlike multiprocessing's fork server it never imports the user's main module, leaves no file, and reports how each
-child ended. Children die with it (PR_SET_PDEATHSIG), and it ends when the supervisor's end of the socket closes, so
-killing the supervisor in any way ends everything.
+child ended. It ends when the supervisor's end of the socket closes. The kernel ends it with its parent, and its
+children with it (lifetime.py), so killing the supervisor in any way ends everything, also what was stopped.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import NoReturn
 
 import msgspec
 
+from torrential import lifetime
 from torrential.comm import wire
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_NAME = 15
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
@@ -83,12 +84,9 @@ def preload() -> None:
 
 def _become(spawn: Spawn, parent: int) -> None:
     """The child's side of the fork."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    lifetime.end_with(parent)
     name = "tt-observer" if spawn.role == "observer" else f"tt-{spawn.role}-{spawn.rank}"
-    prctl(_PR_SET_NAME, name.encode())
-    if os.getppid() != parent:
-        os._exit(1)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what an interrupt means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = 1
@@ -149,8 +147,9 @@ def serve(fd: int) -> None:
             os.waitpid(pid, 0)
 
 
-def serve_and_exit(fd: int) -> NoReturn:
-    """For a process that was forked to do this."""
+def serve_and_exit(fd: int, parent: int) -> NoReturn:
+    """For a process that `parent` has forked to do this."""
+    lifetime.end_with(parent)
     code = 1
     try:
         serve(fd)
@@ -160,8 +159,3 @@ def serve_and_exit(fd: int) -> NoReturn:
     finally:
         sys.stderr.flush()
         os._exit(code)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    main(int(sys.argv[1]))

@@ -1,9 +1,10 @@
-"""Nurseries one after another without loading torch again: `python -m ...warm FD` has it loaded and forks them.
+"""Nurseries one after another without loading torch again: one process has it loaded and forks them.
 
     ours ── a nursery's end of its socket ──► warm    (as a descriptor)
     ours ◄── the nursery's pid ────────────── warm
 
-It ends when our end of the socket closes; nurseries end with sockets of their own.
+worlds/local/start.py begins it. It ends when our end of the socket closes; nurseries end with sockets of their own, and
+with it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 
 from torrential.errors import RunFailed
+from torrential.worlds.local import start
 from torrential.worlds.local.launch import END_SECONDS, Launch
 
 START_SECONDS = 120.0
@@ -30,7 +32,7 @@ class Warm:
         self._socket.settimeout(START_SECONDS)
         self._loaded = False
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "torrential.worlds.local.warm", str(theirs.fileno())],
+            start.command("warm", theirs.fileno()),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt at the terminal is for the supervisor alone
@@ -95,6 +97,7 @@ def main(fd: int) -> None:
     nursery.keep_freed_memory()
     nursery.preload()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for nurseries
+    me = os.getpid()
     with socket.socket(fileno=fd) as control:
         while True:
             word, fds, _, _ = socket.recv_fds(control, 16, 1)
@@ -104,14 +107,9 @@ def main(fd: int) -> None:
             if pid == 0:
                 control.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                nursery.serve_and_exit(fds[0])
+                nursery.serve_and_exit(fds[0], me)
             os.close(fds[0])
             try:
                 control.send(pid.to_bytes(8))
             except OSError:
                 return  # whoever asked is gone
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    main(int(sys.argv[1]))
