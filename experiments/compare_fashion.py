@@ -105,8 +105,8 @@ class Runner:
 def carry_out(args: argparse.Namespace, condition: str, err: Console) -> None:
     question, task = ask(args, condition)
     directory = Path(args.out) / condition
-    question = open_directory(directory, question)
     with locked(directory):
+        question = open_directory(directory, question)
         err.print(f"{CONDITIONS[condition][0]}: {'; '.join(outlook(question))}", highlight=False, soft_wrap=True)
         watching = Watching(question.metric, question.asked.target or 0.0, err)
         runner = Runner(question.asked, task, watching)

@@ -22,10 +22,11 @@ from torrential.records import (
     RecordWriter,
     Step,
     Summary,
-    create_run_directory,
+    check_new_directory,
     describe_machine,
     encode,
     lives,
+    make_directory,
     read_manifest,
     read_records,
     scan_records,
@@ -204,31 +205,31 @@ def test_a_manifest_that_cannot_be_used_is_bad_input(tmp_path: Path) -> None:
         read_manifest(tmp_path)
 
 
-def test_a_run_directory_is_new_or_resumed(tmp_path: Path) -> None:
+def test_the_directory_of_a_new_run_is_empty(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
-    assert create_run_directory(path) == path
-    assert list(path.iterdir()) == []
-    assert create_run_directory(path) == path  # empty is as good as new
+    for _ in range(2):  # empty is as good as new
+        make_directory(path)
+        check_new_directory(path)
+        assert list(path.iterdir()) == []
     (path / "records.jsonl").touch()
+    make_directory(path)
     with pytest.raises(BadInput, match=rf"not empty.*--resume {path}"):
-        create_run_directory(path)
-    assert create_run_directory(path, resume=True) == path
-    with pytest.raises(BadInput, match="no run to resume"):
-        create_run_directory(tmp_path / "none", resume=True)
+        check_new_directory(path)
 
 
 def test_a_run_directory_that_cannot_be_written_is_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(BadInput, match="not a directory"):
-            create_run_directory(path)
+            make_directory(path)
 
     def refuse(self: Path, data: bytes) -> int:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
+    (tmp_path / "file").unlink()
     monkeypatch.setattr(Path, "write_bytes", refuse)  # file modes do not stop the superuser
     with pytest.raises(BadInput, match=r"Permission denied.*choose another --out"):
-        create_run_directory(tmp_path / "new")
+        check_new_directory(tmp_path)
 
 
 def test_reading_records_never_imports_torch() -> None:

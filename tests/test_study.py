@@ -249,23 +249,7 @@ def test_what_killed_processes_left_half_written_is_no_obstacle(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [f".report.html.tmp-{alive}", STUDY]
 
 
-def test_of_two_that_begin_at_once_the_first_puts_the_question(tmp_path, monkeypatch):
-    """Both have found an empty directory."""
-    link = os.link
-
-    def late(half: Path, place: Path) -> None:
-        place.write_bytes(msgspec.json.encode(question()))
-        link(half, place)
-
-    monkeypatch.setattr(os, "link", late)
-    with pytest.raises(BadInput, match="holds another study"):
-        open_directory(tmp_path, question(set={"slow": "1:4"}))
-    assert read_question(tmp_path) == question()
-    assert os.listdir(tmp_path) == [STUDY]
-
-
 def test_one_process_at_a_time(tmp_path):
-    open_directory(tmp_path, question())
     with locked(tmp_path), pytest.raises(BadInput, match="is still going on"), locked(tmp_path):
         pass
     with locked(tmp_path):

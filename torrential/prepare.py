@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
-import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +22,7 @@ from torrential.config import Recipe, RunConfig, Settings
 from torrential.data.batches import Batches
 from torrential.data.resize import Resize
 from torrential.errors import BadInput, UnknownName
+from torrential.locks import lock_directory
 from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe, without_effect
 from torrential.optim.schedule import schedule_of
 from torrential.options import make
@@ -121,7 +120,6 @@ def prepare(asked: Request, out: Path | None) -> Job:
         base_batch=recipe.base_batch or asked.task.batch_size,
     )
     changes, warnings = _check_recipe(config, strategy, task, model, sample, asked)
-    directory = records.create_run_directory(out or _fresh_directory(task.name, asked.strategy))
     versions, hardware = records.describe_machine()
     manifest = records.Manifest(
         torrential=__version__,
@@ -132,8 +130,8 @@ def prepare(asked: Request, out: Path | None) -> Job:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=sys.argv,
     )
-    records.write_manifest(directory, manifest)
-    _lock(directory)
+    directory = out or records.fresh_directory(f"{Path(task.name).stem}-{asked.strategy}")
+    _begin(directory, manifest)
     return Job(config, task, strategy, directory, changes=changes, warnings=warnings)
 
 
@@ -329,15 +327,21 @@ def _check_same(directory: Path, config: RunConfig, task: Task, checkpoint: chec
             raise BadInput(f"the task's model has changed since {directory} (at: {odd[0]}); start another run")
 
 
-def _lock(directory: Path) -> None:
-    """One process at a time may write to a run's directory; the lock goes with the process."""
-    fd = os.open(directory / records.MANIFEST, os.O_RDONLY)
+def _begin(directory: Path, manifest: records.Manifest) -> None:
+    """Make the directory this run's own: of all that want to begin in it at once, one can."""
+    records.make_directory(directory)
+    _lock(directory)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise BadInput(f"the run in {directory} is still going on; wait for it, or end it first") from error
-    _held[directory] = fd
+        records.check_new_directory(directory)
+        records.write_manifest(directory, manifest)
+    except BaseException:
+        unlock(directory)
+        raise
+
+
+def _lock(directory: Path) -> None:
+    """Until `unlock`, or the end of this process."""
+    _held[directory] = lock_directory(directory, "run")
 
 
 def unlock(directory: Path) -> None:
@@ -433,13 +437,3 @@ def _device(asked: str) -> str:
 def _lasting(source: str | None) -> str | None:
     """A task's source that still holds in another working directory."""
     return str(Path(source).absolute()) if source and ".py" in source else source
-
-
-def _fresh_directory(task: str, strategy: str) -> Path:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    name = f"{Path(task).stem}-{strategy}-{stamp}"
-    path, number = Path("runs") / name, 1
-    while path.exists():
-        number += 1
-        path = Path("runs") / f"{name}-{number}"
-    return path

@@ -22,6 +22,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -338,23 +339,45 @@ def _gpus() -> list[str]:
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]
 
 
-def create_run_directory(path: str | os.PathLike[str], resume: bool = False) -> Path:
-    """The directory of a new run, made with its parents, or of the run to resume; proven writable by writing."""
-    path = Path(path)
-    if resume and not path.exists():
-        raise BadInput(f"there is no run to resume at {path}; name the directory of a run, or start one with --out")
-    remedy = "name another directory" if resume else "choose another --out"
-    try:
+def make_directory(path: Path) -> None:
+    """Make a directory with its parents, unless it is there."""
+    with _usable(path):
         path.mkdir(parents=True, exist_ok=True)
-        if not resume and any(path.iterdir()):
+
+
+def check_new_directory(path: Path) -> None:
+    """Refuse a directory that is not empty, or cannot be written to, which is found out by writing. Only a process that
+    has locked it can rely on the answer."""
+    with _usable(path):
+        if any(path.iterdir()):
             raise BadInput(f"{path} is not empty; choose another --out, or continue that run with --resume {path}")
         probe = path / f".writable-{os.getpid()}"
         try:
             probe.write_bytes(b"writable\n")
         finally:
             probe.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (FileExistsError, NotADirectoryError) as error:
-        raise BadInput(f"{path} is not a directory, or lies under a file; {remedy}") from error
+        raise BadInput(f"{path} is not a directory, or lies under a file; choose another --out") from error
     except OSError as error:
-        raise BadInput(f"cannot write in {path} ({error.strerror}); {remedy}") from error
-    return path
+        raise BadInput(f"cannot write in {path} ({error.strerror}); choose another --out") from error
+
+
+def fresh_directory(name: str) -> Path:
+    """Make a directory under runs/ that nobody else has: of this name and the time, numbered where that is taken."""
+    first = path = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    with _usable(first):
+        first.parent.mkdir(exist_ok=True)
+        while True:
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                number += 1
+                path = first.with_name(f"{first.name}-{number}")

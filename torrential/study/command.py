@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -209,6 +208,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _compare(asked: Asked, out: Path | None, err: Console) -> Study:
+    from torrential.records import fresh_directory
     from torrential.study.conduct import conduct
     from torrential.study.directory import locked, open_directory
     from torrential.study.question import make_question
@@ -217,10 +217,10 @@ def _compare(asked: Asked, out: Path | None, err: Console) -> Study:
     from torrential.study.watch import Watching
 
     question, task = make_question(asked, sys.argv)
-    directory = out or _fresh(question.task)
-    question = open_directory(directory, question)
+    directory = out or fresh_directory(f"compare-{Path(question.task).stem}")
     onward = f"finished runs are kept; go on with: torrential compare --resume {directory}"
     with locked(directory):
+        question = open_directory(directory, question)
         err.print(f"study directory: {directory}", highlight=False, soft_wrap=True)
         for line in outlook(question):
             err.print(line, highlight=False, soft_wrap=True)
@@ -238,15 +238,6 @@ def _compare(asked: Asked, out: Path | None, err: Console) -> Study:
         finally:
             watching.close()
             train.close()
-
-
-def _fresh(task: str) -> Path:
-    name = f"compare-{Path(task).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = Path("runs") / name, 1
-    while path.exists():
-        number += 1
-        path = Path("runs") / f"{name}-{number}"
-    return path
 
 
 def _tell(study: Study, json: bool, tensorboard: bool, write_report: WriteReport, err: Console) -> None:

@@ -6,12 +6,14 @@ that was cut off is removed and started anew. So a study goes on when it is call
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from torrential import records
+from torrential.locks import lock_directory
 from torrential.records import Summary
 from torrential.study.ask import Question
 from torrential.study.plan import Trial, reported_trials, tuning_trials
@@ -51,7 +53,11 @@ def _carry_out(trials: Sequence[Trial], run: Runner, watch: Watch) -> None:
         if is_finished(trial.directory):
             continue
         if trial.directory.exists():
-            shutil.rmtree(trial.directory)
+            fd = lock_directory(trial.directory, "run")  # somebody may have resumed it
+            try:
+                shutil.rmtree(trial.directory)
+            finally:
+                os.close(fd)
         watch.begins(trial)
         run(trial)
         watch.ended(trial)

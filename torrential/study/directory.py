@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import msgspec
 
 from torrential import records
 from torrential.errors import BadInput
+from torrential.locks import lock_directory
 from torrential.study.ask import FORMAT, Question, differences
 from torrential.study.results import STUDY
 
@@ -42,24 +42,18 @@ def read_question(directory: Path) -> Question:
 
 
 def open_directory(directory: Path, question: Question) -> Question:
-    """Make the study's directory, or find in it the same study; gives the question that is kept there."""
-    if directory.is_dir():
-        _sweep(directory)
+    """Make the study's directory, or find in it the same study; gives the question that is kept there. Only for a
+    process that has locked it."""
+    records.make_directory(directory)
+    _sweep(directory)
     if (directory / STUDY).exists():
         kept = read_question(directory)
         if changed := differences(kept, question):
             why = TRIALS_ARE_FIXED if kept.asked.trials != question.asked.trials else ""
             raise BadInput(f"{directory} holds another study ({'; '.join(changed)}){why}; choose another --out")
         return kept
-    records.create_run_directory(directory)
-    half = directory / f".{STUDY}.tmp-{os.getpid()}"
-    records.replace_file(half, msgspec.json.format(msgspec.json.encode(question), indent=2) + b"\n")
-    try:
-        os.link(half, directory / STUDY)
-    except FileExistsError:  # another process was quicker by a moment, with this question or another
-        return open_directory(directory, question)
-    finally:
-        half.unlink()
+    records.check_new_directory(directory)
+    records.replace_file(directory / STUDY, msgspec.json.format(msgspec.json.encode(question), indent=2) + b"\n")
     return question
 
 
@@ -73,13 +67,10 @@ def _sweep(directory: Path) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """One process at a time carries a study out; the lock goes with the process."""
-    fd = os.open(directory / STUDY, os.O_RDONLY)
+    """One process at a time carries a study out; the lock goes with the process. The directory is made if need be."""
+    records.make_directory(directory)
+    fd = lock_directory(directory, "study")
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise BadInput(f"the study in {directory} is still going on; wait for it, or end it first") from error
         yield
     finally:
         os.close(fd)

@@ -1,0 +1,30 @@
+"""One process at a time writes to the directory of a run or a study."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from torrential.errors import BadInput
+
+
+def lock_directory(directory: Path, what: str) -> int:
+    """Lock a directory for this process; returns the descriptor that holds the lock until it is closed.
+
+    The lock is on the directory itself: it can be had before anything is in there, so whatever is decided by looking
+    into it is decided by one process, and it leaves nothing behind. `what`: a run or a study, for the message.
+    """
+    while True:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat(directory)):
+                return fd
+        except BlockingIOError as error:
+            os.close(fd)
+            raise BadInput(f"the {what} in {directory} is still going on; wait for it, or end it first") from error
+        except OSError as error:
+            os.close(fd)
+            raise BadInput(f"cannot lock {directory} ({error.strerror}); choose a directory of this machine") from error
+        os.close(fd)  # another one is in its place by now
