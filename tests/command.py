@@ -64,7 +64,7 @@ class Command:
 
 def _become(args: list[str], out: str, err: str, env: dict[str, str], directory: str) -> None:
     for number, path in enumerate(("/dev/null", out, err)):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY, 0o644)
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(directory)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,11 @@ import psutil
 import pytest
 from command import Command
 
+from torrential import run as running
+from torrential.errors import RunFailed
 from torrential.records import Evaluation, Event, Record, Step, Summary, read_records
+from torrential.worlds.local import liveness, warm
+from torrential.worlds.local.launch import Launch
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -276,6 +282,43 @@ def test_the_observer_may_die(start: Callable[..., Run]) -> None:
     assert len(run.events("observer_lost")) == 1 and not run.events("worker_lost")
 
 
+def test_an_observer_that_is_stopped_is_named_ended_and_replaced(start: Callable[..., Run]) -> None:
+    run = start("digits-mlp", "--workers", 2, "--epochs", 10, "--set", "timeout=1")
+    run.until_training(5)
+    run.kill("tt-observer", signal.SIGSTOP)
+    check_complete(run, 10)
+    (hung,) = run.events("observer_hung")
+    assert hung.detail.startswith("did not answer for ")
+    assert len(run.events("observer_lost")) == 1 and not run.events("worker_lost")
+
+
+def test_a_worker_that_is_stopped_and_that_nobody_waits_for_is_found(start: Callable[..., Run]) -> None:
+    run = start("digits-mlp", "--epochs", 1000, "--set", "timeout=1")
+    run.until_training(5)
+    run.kill("tt-worker-0", signal.SIGSTOP)
+    assert run.wait() == 1
+    (hung,) = run.events("worker_hung")
+    assert hung.worker == 0 and hung.detail.startswith("did not answer for ")
+    assert "error: all workers are gone (worker 0 was ended by SIGKILL); go on with: torrential" in run.said()
+
+
+def test_a_nursery_that_is_stopped_at_the_start_is_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = running.Launch
+
+    def stopped() -> Launch:
+        launched = launch()
+        os.kill(launched._pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+        return launched
+
+    monkeypatch.setattr(running, "Launch", stopped)
+    monkeypatch.setattr(liveness, "HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(warm, "END_SECONDS", 0.1)
+    with pytest.raises(RunFailed, match=r"the process that starts workers did not answer for \d+ s, when asked for "):
+        running.train("digits-mlp", workers=2, timeout=0.5, out=tmp_path / "run", progress=False)
+
+
 def test_the_observer_may_die_after_a_worker_has(start: Callable[..., Run]) -> None:
     """Its successor must know that nothing more will come from that worker."""
     run = start("digits", "--workers", 2, "--epochs", 8)
@@ -317,14 +360,51 @@ def test_an_interrupt_ends_everything_and_says_how_to_go_on(start: Callable[...,
     assert "Traceback" not in run.said()
 
 
-def test_nothing_outlives_a_killed_supervisor(start: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("stopped", [None, "nursery", "tt-worker-1"])
+def test_nothing_outlives_a_killed_command(start: Callable[..., Run], stopped: str | None) -> None:
+    """Not even what was stopped, and so cannot end by itself."""
     run = start("digits-mlp", "--workers", 2, "--epochs", 1000)
     run.until_training(10)
-    family = psutil.Process(run.process.pid).children(recursive=True)
-    assert len(family) == 4  # nursery, two workers, observer
+    (supervisor,) = psutil.Process(run.process.pid).children()
+    (nursery,) = supervisor.children()
+    family = [supervisor, *supervisor.children(recursive=True)]
+    assert len(family) == 5  # supervisor, nursery, two workers, observer
+    if stopped is not None:
+        (nursery if stopped == "nursery" else run.roles()[stopped]).suspend()
     run.process.kill()
-    _, alive = psutil.wait_procs(family, timeout=3)
+    _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
+
+
+@pytest.mark.parametrize("helper", ["launch.Launch", "warm.Warm"])
+def test_a_helper_that_is_stopped_while_it_loads_torch_ends_with_its_parent(helper: str) -> None:
+    module, name = helper.split(".")
+    program = f"import sys; from torrential.worlds.local.{module} import {name}; helper = {name}(); sys.stdin.read()"
+    parent = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 40
+        while not (children := psutil.Process(parent.pid).children()) or "torch" not in mapped(children[0]):
+            assert time.monotonic() < deadline and parent.poll() is None
+            time.sleep(0.01)
+        children[0].suspend()
+    finally:
+        parent.kill()
+        parent.communicate()
+    assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+def mapped(process: psutil.Process) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process.pid}/maps").read_text()
+    return ""
+
+
+def test_a_command_whose_work_was_killed_says_so(start: Callable[..., Run]) -> None:
+    run = start("digits-mlp", "--workers", 2, "--epochs", 1000)
+    run.until_training(10)
+    psutil.Process(run.process.pid).children()[0].kill()
+    assert run.wait() == 128 + signal.SIGKILL
+    assert "error: the command was ended by SIGKILL; records up to then are in the run's directory" in run.said()
 
 
 # -- everything dies ----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ class Observer:
         self.layout = plan(self.model, strategy.bucket_bytes)
         self.has_buffers = bool(buffers_of(self.model))
         assert task.validation is not None
+        self.gets_on: Callable[[], None] = lambda: None  # called after every batch that was evaluated
         self._data = {
             "validation": Batches(task.validation, device, "validation data"),
             "test": Batches(task.test, device, "test data"),
@@ -71,6 +72,7 @@ class Observer:
                     value += float(self.task.metric(outputs, targets)) * len(indices)
                 with calling(f"loss on {data.name}"):
                     loss += float(self.task.loss(outputs, targets)) * len(indices)
+                self.gets_on()
         return Evaluation(
             split=split,
             step=snapshot.step,

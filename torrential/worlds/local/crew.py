@@ -36,7 +36,9 @@ class Member:
     left: bool = False
     last: bool = False  # whether it can give the last snapshot
     delayed: bool = False
-    heard: float = field(default_factory=time.monotonic)  # when it last said something
+    heard: float = field(default_factory=time.monotonic)  # when it last said something from where it works
+    quiet: float = 0.0  # seconds without any sign of it
+    probed: bool = False  # whether it was asked for one since
     said: m.Failed | None = None
     outbox: queue.SimpleQueue[tuple[Any, Sequence[Tensor]] | None] = field(default_factory=queue.SimpleQueue)
 
@@ -47,6 +49,10 @@ class Member:
     def send(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
         """Never blocks: a stopped process must not stop the supervisor. What a dead one is sent is dropped."""
         self.outbox.put((message, tensors))
+
+    def heard_from(self) -> None:
+        """It has given a sign of life."""
+        self.quiet, self.probed = 0.0, False
 
     def write(self) -> None:
         """The thread that empties the outbox."""

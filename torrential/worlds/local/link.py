@@ -59,6 +59,9 @@ class Link:
         try:
             while True:
                 message, tensors = self._connection.receive()
+                if isinstance(message, m.Probe):
+                    self.send(m.Alive())
+                    continue
                 with self.changed:
                     self.stop |= isinstance(message, m.Stop)
                     self.dismissed |= isinstance(message, m.Dismissed)

@@ -94,6 +94,10 @@ class Pong(_Message, frozen=True):
     waits: list[tuple[int, float]] = []  # a server's: addresses without whom it cannot go on; seconds of their silence
 
 
+class Alive(_Message, frozen=True):
+    """This process runs; whether its role gets on is another matter."""
+
+
 class Left(_Message, frozen=True):
     """This role's program is finished, as of that generation."""
 
@@ -175,6 +179,10 @@ class Ping(_Message, frozen=True):
     """Answer with Pong, from where you work."""
 
 
+class Probe(_Message, frozen=True):
+    """Answer with Alive, at once and whatever you are at."""
+
+
 class Finish(_Message, frozen=True):
     """Everybody is finished; give the last snapshot, and leave again."""
 
@@ -196,6 +204,7 @@ FromChild = (
     | Ready
     | Filled
     | Pong
+    | Alive
     | Left
     | Delayed
     | Failed
@@ -213,6 +222,7 @@ ToChild = (
     | Back
     | Noted
     | Ping
+    | Probe
     | Finish
     | Dismissed
     | SnapshotTaken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, Link
 from torrential.worlds.local.nursery import return_freed_memory
 
+TELL_SECONDS = 10.0  # between two signs that an evaluation goes on
 NICENESS = 5  # evaluation gives way to training where cores are short
 
 
@@ -35,9 +37,11 @@ class _Observing:
         self._inbox = link.box(m.SnapshotTaken, m.OwnBuffers, m.Gone, m.Back, m.Noted, m.Stop, m.Dismissed)
         self._buffers = Buffers(link, -1)
         self._observer = Observer(job.task, job.config, job.strategy, torch.device(job.config.device), job.directory)
+        self._observer.gets_on = self._get_on
         self._pending: Pending[tuple[m.SnapshotTaken, list[Tensor]]] = Pending(self._observer.has_buffers)
         self._last: Snapshot | None = None
         self._reached = False
+        self._told = time.monotonic()
         self.dismissed = False
 
     def take_one(self) -> object:
@@ -78,6 +82,12 @@ class _Observing:
         if self._observer.task.reaches(self._observer.config.target, evaluation.value):
             self._reached = True
             self._link.send(m.Stop())
+
+    def _get_on(self) -> None:
+        """A long evaluation is told from one that has come to a stop."""
+        if time.monotonic() - self._told > TELL_SECONDS:
+            self._told = time.monotonic()
+            self._link.send(m.Pong())
 
     def _note(self, evaluation: Evaluation) -> None:
         """Return when the supervisor has written it: no checkpoint shall exist whose evaluation is not on record."""

@@ -106,6 +106,9 @@ class Servers:
         for server in self._here.values():
             server.send(m.Dismissed())
 
+    def here(self) -> list[Member]:
+        return list(self._here.values())
+
     def starting(self) -> list[Member]:
         return list(self._starting.values())
 

@@ -35,17 +35,17 @@ from torrential.worlds.local import messages as m
 from torrential.worlds.local.complaints import Complaints
 from torrential.worlds.local.crew import Crew, Member, Report
 from torrential.worlds.local.launch import Launch
+from torrential.worlds.local.liveness import Liveness
 from torrential.worlds.local.mail import ending
 from torrential.worlds.local.nursery import Ended
-from torrential.worlds.local.outlet import SLOTS
+from torrential.worlds.local.observers import Observers
 from torrential.worlds.local.registry import Registry
 from torrential.worlds.local.servers import Servers
 
-START_SECONDS = 600.0
+START_SECONDS = 600.0  # until all are built; a task's model may take its time
 TICK_SECONDS = 0.1
-OBSERVER_LIVES = 3
-OBSERVER_SECONDS = 600.0  # without a word although there is work
 WORKER_LIVES = 100
+OWN_STATUSES = (1, 3, 4)  # of children that fail: with a traceback, without a supervisor, with a message
 FAILED_STARTS = 3
 
 
@@ -85,14 +85,12 @@ class _Run:
         self._standing: dict[int, int] = {}
         self._forming_since: float | None = None  # a generation is being agreed on
         self._began: float | None = None
-        self._heard = time.monotonic()  # from the observer
         self._failed_starts = 0
         self._started = time.monotonic()
         self._step = job.checkpoint.step if job.checkpoint else 0
-        self._snapshots: dict[tuple[int, int], tuple[m.SnapshotTaken, list[Tensor]]] = {}
-        self._parts: list[tuple[m.OwnBuffers, list[Tensor]]] = []
         self._evaluated = dict(job.evaluated)
-        self._reached = False
+        self._observers = Observers(job.config, crew, self._workers, self._event, self._remedy())
+        self._liveness = Liveness(self._settings.timeout, self._event, self._remedy())
         self._complaints = Complaints(self._workers, self._event)
         self._dismissed = False
         self._done = False
@@ -107,9 +105,9 @@ class _Run:
             m.Stopped: self._has_stopped,
             m.Standing: self._stands,
             m.Recorded: self._recorded,
-            m.SnapshotTaken: self._snapshot_taken,
-            m.OwnBuffers: self._own_buffers,
-            m.SnapshotDone: self._snapshot_done,
+            m.SnapshotTaken: self._observers.snapshot_taken,
+            m.OwnBuffers: self._observers.own_buffers,
+            m.SnapshotDone: self._observers.snapshot_done,
             m.Suspect: self._suspect,
             m.Ready: self._ready,
             m.Filled: self._servers.filled,
@@ -125,7 +123,7 @@ class _Run:
         self._servers.start()
         for rank in range(self._job.config.workers):
             self._spawn(rank, 0)
-        self._observer = self._spawn_observer(0)
+        self._observers.start()
         while not self._done:
             try:
                 report = self._crew.reports.get(timeout=TICK_SECONDS)
@@ -143,10 +141,11 @@ class _Run:
             self._ended(report.pid, report.status)
         elif report.message is None:
             self._gone(report.member)
+        elif isinstance(report.message, m.Alive):
+            report.member.heard_from()
         else:
+            report.member.heard_from()
             report.member.heard = time.monotonic()
-            if report.member.role == "observer":
-                self._heard = time.monotonic()
             self._handlers[type(report.message)](report.member, report.message, report.tensors)
 
     def _spawn(self, rank: int, life: int) -> None:
@@ -154,33 +153,15 @@ class _Run:
         self._starting[rank] = self._crew.spawn("worker", rank, life)
         self._listener.worker_state(rank, "starting")
 
-    def _spawn_observer(self, life: int) -> Member:
-        """A new one is told all that the one before it had not finished."""
-        observer = self._crew.spawn("observer", -1, life)
-        self._heard = time.monotonic()
-        for part, tensors in self._parts:
-            observer.send(part, tensors)
-        if self._reached:
-            observer.send(m.Stop())
-        for rank in set(range(self._job.config.workers)) - set(self._workers) if life else ():
-            observer.send(m.Gone(rank))
-        for taken, tensors in self._snapshots.values():
-            observer.send(taken, tensors)
-        if self._dismissed:
-            observer.send(m.Dismissed())
-        return observer
-
     def _watch_the_clock(self) -> None:
         now = time.monotonic()
-        if (self._snapshots or self._dismissed) and now - self._heard > OBSERVER_SECONDS:
-            self._event("observer_hung", None, f"silent for {OBSERVER_SECONDS:.0f} s; ended")
-            self._heard = now
-            self._observer.kill()
-        if self._began is None and now - self._started > START_SECONDS:
-            silent = ", ".join(member.name for member in [*self._starting.values(), *self._servers.starting()])
-            raise RunFailed(
-                f"{silent or 'the workers'} did not start within {START_SECONDS:.0f} s; look for errors above"
-            )
+        starting = [*self._starting.values(), *self._servers.starting()]
+        self._observers.look()
+        self._liveness.look([*self._workers.values(), *starting, *self._servers.here(), self._observers.current])
+        limit = max(START_SECONDS, self._settings.timeout)
+        if self._began is None and now - self._started > limit:
+            silent = ", ".join(member.name for member in starting)
+            raise RunFailed(f"{silent or 'the workers'} did not start within {limit:.0f} s; look for errors above")
         if self._served:
             self._servers.look()
         if self._complaints.look():
@@ -236,10 +217,8 @@ class _Run:
         del self._starting[member.rank]
         self._failed_starts = 0
         self._workers[member.rank] = member
-        self._tell_observer(m.Back(member.rank), [])
-        for slot in range(SLOTS):
-            if (member.rank, slot) not in self._snapshots:
-                member.send(m.SnapshotDone(member.rank, slot))
+        self._observers.tell(m.Back(member.rank))
+        self._observers.free_slots(member)
         if member.life:
             self._event("worker_joined", member.rank)
         if self._served:
@@ -326,7 +305,7 @@ class _Run:
         if member.said is not None:
             raise failed(member.name, member.said.failure, self._job.directory)
         if member.role == "observer":
-            return self._observer_gone(member)
+            return None if self._done else self._observers.gone(member, lambda: self._how(member))
         if member.role == "server":
             return None if self._dismissed else self._servers.gone(member)
         if self._starting.get(member.rank) is member:
@@ -336,7 +315,7 @@ class _Run:
         del self._workers[member.rank]
         self._listener.worker_state(member.rank, "lost")
         self._event("worker_lost", member.rank)
-        self._tell_observer(m.Gone(member.rank), [])
+        self._observers.tell(m.Gone(member.rank))
         if not self._workers and (self._generation or not self._starting) and not self._comes_back(member):
             raise RunFailed(f"all workers are gone ({member.name} {self._how(member)}); {self._remedy()}")
         self._replace(member)
@@ -347,6 +326,7 @@ class _Run:
         self._listener.worker_state(member.rank, "lost")
         self._event("worker_lost", member.rank, f"while starting {how}".rstrip())
         if not self._workers and not self._starting:
+            how = how or f"({self._how(member)})"
             raise WorkerFailed(f"no worker came up; {member.name} ended while starting {how}")
         self._replace(member)
 
@@ -375,18 +355,11 @@ class _Run:
                     return _ending(report.status)
         return "ended"
 
-    def _observer_gone(self, member: Member) -> None:
-        if self._done or member is not self._observer:
-            return
-        if member.life + 1 >= OBSERVER_LIVES:
-            raise RunFailed(f"the observer died {OBSERVER_LIVES} times; {self._remedy()}")
-        self._event("observer_lost")
-        self._observer = self._spawn_observer(member.life + 1)
-
     def _ended(self, pid: int, status: int) -> None:
         """A process has ended. Connections tell of those that had said hello; here come those that never did."""
-        if self._observer.pid == pid and self._observer.connection is None:
-            return self._observer_gone(self._observer)
+        observer = self._observers.current
+        if observer.pid == pid and observer.connection is None:
+            return self._observers.gone(observer, lambda: _ending(status))
         for member in [*self._starting.values(), *self._servers.starting()]:
             if member.pid == pid and member.connection is None:
                 fallen = self._servers.gone if member.role == "server" else self._did_not_start
@@ -403,6 +376,8 @@ class _Run:
             accused.kill()
 
     def _pong(self, member: Member, message: m.Pong, tensors: list[Tensor]) -> None:
+        if member.role == "observer":
+            return  # that it was heard is all there is to it
         if self._served:
             self._servers.pong(member, message, tensors)
         else:
@@ -416,27 +391,8 @@ class _Run:
         else:
             member.send(m.Granted(message.key, os.getpid(), granted))
 
-    def _snapshot_taken(self, member: Member, message: m.SnapshotTaken, tensors: list[Tensor]) -> None:
-        self._snapshots[(message.rank, message.slot)] = (message, tensors)
-        self._tell_observer(message, tensors)
-
-    def _own_buffers(self, member: Member, message: m.OwnBuffers, tensors: list[Tensor]) -> None:
-        self._parts.append((message, tensors))
-        self._tell_observer(message, tensors)
-
-    def _tell_observer(self, message: object, tensors: list[Tensor]) -> None:
-        self._observer.send(message, tensors)
-
-    def _snapshot_done(self, member: Member, message: m.SnapshotDone, _: list[Tensor]) -> None:
-        if (message.rank, message.slot) not in self._snapshots:
-            return  # a new observer did again what the old one had done
-        taken, _tensors = self._snapshots.pop((message.rank, message.slot))
-        self._parts = [(p, t) for p, t in self._parts if p.step >= taken.snapshot.step]
-        if message.rank in self._workers:
-            self._workers[message.rank].send(message)
-
     def _stop(self, member: Member, message: m.Stop, _: list[Tensor]) -> None:
-        self._reached = True
+        self._observers.reached()
         self._event("target_reached")
         for worker in self._workers.values():
             worker.send(m.Stop())
@@ -461,7 +417,7 @@ class _Run:
             self._servers.dismiss()
             for worker in self._workers.values():
                 worker.send(m.Dismissed())
-            self._tell_observer(m.Dismissed(), [])
+            self._observers.dismiss()
 
     def _failed(self, member: Member, message: m.Failed, _: list[Tensor]) -> None:
         member.said = message
@@ -470,4 +426,6 @@ class _Run:
 
 def _ending(status: int) -> str:
     """An exit status in words."""
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"exited with status {status}" + ("" if status in OWN_STATUSES else ", as by os._exit in the task's code")
