@@ -71,7 +71,7 @@ def _become(args: list[str], out: str, err: str, env: dict[str, str], directory:
     os.environ.clear()
     os.environ.update(env)
     given = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = [directory, *given, *(path for path in sys.path if path != str(Path(__file__).parent))]
+    sys.path[:] = [*given, *(path for path in sys.path if path != str(Path(__file__).parent))]
     sys.argv = ["torrential", *args]
     cli.Launch = forked_nursery  # type: ignore[assignment, misc]
     cli.main()

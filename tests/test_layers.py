@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "torrential"
 
 LAYERS = [
-    {"errors", "records", "task", "config", "options", "usercode", "version", "lifetime", "locks", "streams"},
+    {"errors", "records", "task", "config", "options", "usercode", "version", "processes", "locks", "streams"},
     {"data", "optim", "shipping", "tasks"},
     {"comm"},
     {"params", "server"},

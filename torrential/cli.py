@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from torrential import completion, lifetime, streams
+from torrential import completion, processes, streams
 from torrential.errors import BadInput, TorrentialError
 from torrential.study import command as studies
 from torrential.version import __version__
@@ -314,7 +314,7 @@ def main() -> None:
     """
     streams.keep()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    code, finished = lifetime.run_in_child(carry_out)
+    code, finished = processes.run_in_child(carry_out)
     if code < 0:
         _fail(f"the command was ended by {signal.Signals(-code).name}; records up to then are in the run's directory")
         code = 128 - code

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
-import sys
 
-from torrential.worlds.local import start
+from torrential.processes import start_helper
 
 END_SECONDS = 5.0
 
@@ -18,13 +16,7 @@ class Launch:
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            start.command("nursery", theirs.fileno()),
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt at the terminal is for the supervisor alone
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )
+        self._process = start_helper("torrential.worlds.local.nursery", [theirs.fileno()])
         theirs.close()
         self.used = False  # whether it was asked for a child
 

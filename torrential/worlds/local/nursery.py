@@ -1,8 +1,8 @@
-"""A process that has torch loaded and forks a role whenever the supervisor asks (worlds/local/start.py begins it).
+"""A process that has torch loaded and forks a role whenever the supervisor asks.
 
 Unlike multiprocessing's fork server it never imports the user's main module, leaves no file, and reports how each
 child ended. It ends when the supervisor's end of the socket closes. The kernel ends it with its parent, and its
-children with it (lifetime.py), so killing the supervisor in any way ends everything, also what was stopped.
+children with it (processes.py), so killing the supervisor in any way ends everything, also what was stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import msgspec
 
-from torrential import lifetime
+from torrential import processes
 from torrential.comm import wire
 
 _PR_SET_NAME = 15
@@ -84,7 +84,7 @@ def preload() -> None:
 
 def _become(spawn: Spawn, parent: int) -> None:
     """The child's side of the fork."""
-    lifetime.end_with(parent)
+    processes.end_with(parent)
     name = "tt-observer" if spawn.role == "observer" else f"tt-{spawn.role}-{spawn.rank}"
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what an interrupt means
@@ -149,7 +149,7 @@ def serve(fd: int) -> None:
 
 def serve_and_exit(fd: int, parent: int) -> NoReturn:
     """For a process that `parent` has forked to do this."""
-    lifetime.end_with(parent)
+    processes.end_with(parent)
     code = 1
     try:
         serve(fd)

@@ -3,8 +3,7 @@
     ours ── a nursery's end of its socket ──► warm    (as a descriptor)
     ours ◄── the nursery's pid ────────────── warm
 
-worlds/local/start.py begins it. It ends when our end of the socket closes; nurseries end with sockets of their own, and
-with it.
+It ends when our end of the socket closes; nurseries end with sockets of their own, and with it.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 
 from torrential.errors import RunFailed
-from torrential.worlds.local import start
+from torrential.processes import start_helper
 from torrential.worlds.local.launch import END_SECONDS, Launch
 
 START_SECONDS = 120.0
@@ -31,13 +29,7 @@ class Warm:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(START_SECONDS)
         self._loaded = False
-        self._process = subprocess.Popen(
-            start.command("warm", theirs.fileno()),
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt at the terminal is for the supervisor alone
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        )
+        self._process = start_helper("torrential.worlds.local.warm", [theirs.fileno()])
         theirs.close()
 
     def launch(self) -> Launch:

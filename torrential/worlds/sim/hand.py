@@ -68,7 +68,7 @@ def _indices(raw: bytes) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.int64) if raw else torch.empty(0, dtype=torch.int64)
 
 
-def serve(line_fd: int, memory_fd: int, pickle_fd: int, tensor_fd: int) -> None:
+def main(line_fd: int, memory_fd: int, pickle_fd: int, tensor_fd: int) -> None:
     """The program of a hand: until the simulation is gone."""
     with Connection(line_fd) as line, contextlib.suppress(EOFError, OSError):
         welcome = decode(line.recv_bytes(), type=Welcome)

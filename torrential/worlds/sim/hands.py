@@ -17,8 +17,6 @@ import os
 import select
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections import deque
 from multiprocessing.connection import Connection
@@ -30,21 +28,11 @@ from torch import nn
 
 from torrential.config import RunConfig
 from torrential.errors import RunFailed, TorrentialError
+from torrential.processes import start_helper
 from torrential.shipping import pack
 from torrential.task import Task
 from torrential.trainer.backward import Work
 from torrential.worlds.sim.slots import SLOTS, Flags, Slots, Welcome, copied, form_of, tensors_of
-
-PROGRAM = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the simulation, also while torch is being loaded
-if os.getppid() != {parent}:
-    sys.exit(1)
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # the simulation decides when it ends
-sys.path[:] = {path}
-from torrential.worlds.sim.hand import serve
-serve{fds}
-"""
 
 
 class _Job:
@@ -77,10 +65,7 @@ class _Hand:
                     ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
                 self.slots = Slots(model, memory)
                 fds = (theirs.fileno(), memory, *parcel.fds)
-                program = PROGRAM.format(parent=os.getpid(), path=sys.path, fds=fds)
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", program], pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
-                )
+                self._process = start_helper("torrential.worlds.sim.hand", fds)
         except BaseException:
             ours.close()
             raise

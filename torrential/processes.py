@@ -1,15 +1,48 @@
-"""How long processes live: a child ends with its parent, and a parent learns whether its child came to its end."""
+"""Processes that help this one: how they begin, and how long they live.
+
+A helper has the search path of the process that starts it, so that both import alike: a script's own directory is on
+it, as in any Python program, and a task may import the modules that lie beside its file. The directory that one happens
+to stand in, which Python itself would add, is not. It is bound to its parent before anything heavy is loaded, so that it
+ends with it, even if it was stopped meanwhile.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import mmap
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from torrential import streams
 
 _PR_SET_PDEATHSIG = 1
+_PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; from torrential import processes; processes.begin({parent}, {module!r}, {fds})"
+)
+
+
+def start_helper(module: str, fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a process that calls `main` of a module with these descriptors, which it inherits."""
+    path = [entry for entry in sys.path if entry]  # "" is the current directory
+    program = _PROGRAM.format(path=path, parent=os.getpid(), module=module, fds=list(fds))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", program],
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # an interrupt at the terminal is for this process alone
+    )
+
+
+def begin(parent: int, module: str, fds: Sequence[int]) -> None:
+    """The helper's side of `start_helper`."""
+    end_with(parent)
+    streams.keep()  # what a task prints must not end the process it is printed in
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    importlib.import_module(module).main(*fds)
 
 
 def end_with(parent: int) -> None:

@@ -1,0 +1,82 @@
+"""What the current directory, strangers on this machine and other users cannot make a run do."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torrential.interpreter import start_python
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+COMMAND = Path(sys.executable).with_name("torrential")
+ROOT = Path(__file__).parents[1]
+
+
+# -- the current directory ----------------------------------------------------------------------------------------
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, full of modules with the names of others, each of which leaves its name when it is run."""
+    place = tmp_path / "hostile"
+    place.mkdir()
+    line = "import os; open(os.path.dirname(os.path.abspath(__file__)) + '/executed', 'a').write(__name__ + '\\n')"
+    for name in (*sys.stdlib_module_names, "msgspec", "torch", "numpy", "typer", "rich", "cloudpickle", "safetensors"):
+        (place / f"{name}.py").write_text(f"{line}; raise SystemExit('{name} of the current directory')\n")
+    monkeypatch.chdir(place)
+    return place
+
+
+def executed(place: Path) -> list[str]:
+    path = place / "executed"
+    return path.read_text().split() if path.exists() else []
+
+
+def test_training_runs_no_code_of_the_current_directory(hostile: Path, tmp_path: Path) -> None:
+    command = [COMMAND, "train", "digits", "--workers", "2", "--steps", "5", "--out", tmp_path / "out"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, executed(hostile)) == (0, []), ended.stderr
+
+
+def test_neither_does_a_study(hostile: Path, tmp_path: Path, run_cli: Cli) -> None:
+    words = "digits-mlp --strategies allreduce --workers 2 --trials 1 --steps 5 --target 0.1 --out".split()
+    ended = run_cli("compare", *words, tmp_path / "out")
+    assert (ended.returncode, executed(hostile)) == (0, []), ended.stderr
+
+
+def test_neither_do_the_processes_of_a_simulation(hostile: Path, tmp_path: Path, run_cli: Cli) -> None:
+    words = "digits-mlp --world sim --workers 2 --steps 5 --set processes=1 --out".split()
+    ended = run_cli("train", *words, tmp_path / "out")
+    assert (ended.returncode, executed(hostile)) == (0, []), ended.stderr
+
+
+def test_neither_does_python_m(tmp_path: Path) -> None:
+    """Of what Python itself imports first we know nothing; of ours nothing is found there."""
+    for name in ("typer", "rich", "signal", "msgspec"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the current directory')\n")
+    command = [sys.executable, "-m", "torrential", "--version"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_python_m_in_the_directory_of_the_package_itself() -> None:
+    """It may be found nowhere else, so it stays on the path, after all others."""
+    program = (
+        "import sys; sys.path.insert(0, %r); import torrential.__main__ as m; m.drop_current_directory(); "
+        "print(sys.path.index(%r) > max(n for n, p in enumerate(sys.path) if 'site-packages' in p))"
+    )
+    command = [sys.executable, "-c", program % (str(ROOT), str(ROOT))]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "True\n", ended.stderr
+
+
+def test_a_helper_imports_as_the_process_that_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside, odd = tmp_path / "beside", tmp_path / "with:colon"
+    for place in (beside, odd, tmp_path / "colon"):
+        place.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", str(beside), str(odd), *sys.path])
+    said = tmp_path / "said"
+    process = start_python(f"open({str(said)!r}, 'w').write(repr(sys.path))", [])
+    assert process.wait(60) == 0
+    assert said.read_text() == repr(sys.path[1:])
