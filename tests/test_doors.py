@@ -2,10 +2,14 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from command import Command
+from conftest import kill_tree
+from sockets import Listening, family, listening
 
 from torrential.interpreter import start_python
 
@@ -39,13 +43,26 @@ def test_training_runs_no_code_of_the_current_directory(hostile: Path, tmp_path:
 
 
 def test_neither_does_a_study(hostile: Path, tmp_path: Path, run_cli: Cli) -> None:
-    words = "digits-mlp --strategies allreduce --workers 2 --trials 1 --steps 5 --target 0.1 --out".split()
+    words = [
+        "digits-mlp",
+        "--strategies",
+        "allreduce",
+        "--workers",
+        "2",
+        "--trials",
+        "1",
+        "--steps",
+        "5",
+        "--target",
+        "0.1",
+        "--out",
+    ]
     ended = run_cli("compare", *words, tmp_path / "out")
     assert (ended.returncode, executed(hostile)) == (0, []), ended.stderr
 
 
 def test_neither_do_the_processes_of_a_simulation(hostile: Path, tmp_path: Path, run_cli: Cli) -> None:
-    words = "digits-mlp --world sim --workers 2 --steps 5 --set processes=1 --out".split()
+    words = ["digits-mlp", "--world", "sim", "--workers", "2", "--steps", "5", "--set", "processes=1", "--out"]
     ended = run_cli("train", *words, tmp_path / "out")
     assert (ended.returncode, executed(hostile)) == (0, []), ended.stderr
 
@@ -80,3 +97,58 @@ def test_a_helper_imports_as_the_process_that_started_it(tmp_path: Path, monkeyp
     process = start_python(f"open({str(said)!r}, 'w').write(repr(sys.path))", [])
     assert process.wait(60) == 0
     assert said.read_text() == repr(sys.path[1:])
+
+
+# -- strangers ----------------------------------------------------------------------------------------------------
+class Begun:
+    """A run in a process of its own, and those that it starts."""
+
+    def __init__(self, place: Path, words: str) -> None:
+        self._err = place / "err"
+        self._command = Command([*words.split(), "--out", str(place / "run")], place / "out", self._err)
+        self.pid = self._command.pid
+
+    def until_it_ends(self) -> Iterator[list[Listening]]:
+        """Again and again, what its processes listen on."""
+        deadline = time.monotonic() + 60
+        while self._command.poll() is None:
+            assert time.monotonic() < deadline, f"it has not ended: {self._err.read_text()}"
+            yield listening(family(self.pid))
+            time.sleep(0.005)
+        assert self._command.wait() == 0, self._err.read_text()
+
+    def close(self) -> None:
+        kill_tree(self.pid)
+        self._command.wait()
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[[str], Begun]]:
+    begun: list[Begun] = []
+
+    def one(words: str) -> Begun:
+        begun.append(Begun(tmp_path, words))
+        return begun[-1]
+
+    yield one
+    for each in begun:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "listeners"),
+    [
+        ("--set algorithm=native", 2),  # Gloo's
+        ("--set transport=tcp --set algorithm=ring", 2),
+        ("--set transport=tcp --strategy ssp", 3),
+        ("--set transport=unix --set algorithm=ring", 0),
+        ("", 0),
+    ],
+)
+def test_nothing_of_a_run_listens_beyond_this_machine(
+    begin: Callable[[str], Begun], options: str, listeners: int
+) -> None:
+    run = begin(f"train digits-mlp --workers 2 --epochs 2 {options}")
+    seen = {socket for sockets in run.until_it_ends() for socket in sockets}
+    assert len(seen) == listeners
+    assert [socket for socket in seen if not socket.address.is_loopback] == []

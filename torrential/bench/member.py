@@ -116,12 +116,10 @@ class _Member:
         settle(messenger, members, comm.check, TIMEOUT_SECONDS)
         self._scheduled = ScheduledCarrier(comm.rank, Meter(), comm.check, TIMEOUT_SECONDS, messenger)
         self._scheduled.regroup(comm.generation, members)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if self._first:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        port = int(self._agree(torch.tensor([self._store.port if self._first else 0]))[0, 0])
+        file = os.memfd_create("torrential meeting") if self._first else -1
+        pid, descriptor = self._agree(torch.tensor([os.getpid(), file]))[0].tolist()
         self._native = NativeCarrier(comm.rank, Meter(), comm.check, TIMEOUT_SECONDS, "gloo")
-        self._native.regroup(comm.generation, members, "127.0.0.1", port)
+        self._native.regroup(members, f"/proc/{pid}/fd/{descriptor}")
         return messenger
 
     def _all_reduce(self, name: str, tensor: Tensor) -> None:

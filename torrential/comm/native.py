@@ -1,7 +1,12 @@
-"""All-reduce through torch.distributed: Gloo for host memory, NCCL where each worker has its own GPU."""
+"""All-reduce through torch.distributed: Gloo for host memory, NCCL where each worker has its own GPU.
+
+Members find one another through a file, for torch's own store of that kind listens on all interfaces and asks nobody
+for a token. Both libraries' connections stay on the loopback interface, unless the environment names another one.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +20,8 @@ from torrential.errors import WaitedTooLong
 
 POLL_SECONDS = 1e-4
 LONG = timedelta(days=1)
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # by default that of the host's name, or the first one
+LOOPBACK = "lo"
 
 
 class NativeCarrier:
@@ -26,12 +33,15 @@ class NativeCarrier:
         self.overdue: Callable[[float], None] | None = None  # told instead of giving up, again and again
         self.relieved: Callable[[], None] | None = None  # told when a wait that was overdue is over
 
-    def regroup(self, generation: int, members: tuple[int, ...], host: str, port: int) -> None:
+    def regroup(self, members: tuple[int, ...], meeting: str) -> None:
+        """`meeting` is the path of an empty file that all members can open, and that nobody else can."""
         self.close()
         self.members = members
+        for name in INTERFACES:
+            os.environ.setdefault(name, LOOPBACK)
         patience = timedelta(seconds=self.timeout)
-        shared = dist.TCPStore(host, port, timeout=patience)  # type: ignore[attr-defined]
-        store = dist.PrefixStore(f"generation {generation}", shared)  # type: ignore[attr-defined]
+        store = dist.FileStore(meeting)  # type: ignore[attr-defined]
+        store.set_timeout(patience)
         rank = members.index(self.rank)
         dist.init_process_group(self.backend, store=store, rank=rank, world_size=len(members), timeout=patience)
         if self.overdue is not None:  # who is waited for too long is ended; the library need not give up by itself

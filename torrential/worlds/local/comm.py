@@ -167,7 +167,7 @@ class LocalComm(LocalMail):
         if self._native is not None:
             self._small.barrier().wait()  # all are here: the library's own meeting is not left waiting for the dead
             try:
-                self._native.regroup(generation, self.members, "127.0.0.1", go.store_port)
+                self._native.regroup(self.members, go.meeting)
             except RuntimeError:
                 self._link.until(lambda: self._link.newest_generation > generation, "word of a lost peer")
                 self.check()

@@ -144,7 +144,7 @@ class Go(_Message, frozen=True):
     applied: int
     behind: list[int]
     began: float  # on the monotonic clock that all processes of a host share
-    store_port: int  # of torch.distributed's store, if it is used
+    meeting: str  # the path of the file in which the members of torch.distributed find one another, if it is used
 
 
 class Roster(_Message, frozen=True):

@@ -42,6 +42,12 @@ class Registry:
             self._granted += size
         return self._files[key]
 
+    def path(self, key: str) -> str:
+        """Where processes of this user, and no other, can open a file that is empty at first and may grow."""
+        if key not in self._files:
+            self._files[key] = os.memfd_create(f"torrential {key}", os.MFD_CLOEXEC)
+        return f"/proc/{os.getpid()}/fd/{self._files[key]}"
+
     def forget(self, ending: str) -> None:
         """Let go of the files whose keys end so."""
         for key in [k for k in self._files if k.endswith(ending)]:

@@ -71,7 +71,7 @@ class Servers:
 
     def let_go(self, worker: Member, step: int) -> None:
         members = sorted(self._workers)
-        worker.send(m.Go(1, members, [], [], members[0], step, [], self._began, 0))
+        worker.send(m.Go(1, members, [], [], members[0], step, [], self._began, ""))
 
     def workers_changed(self) -> None:
         if self._view is not None:

@@ -23,7 +23,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import torch.distributed as dist
 from torch import Tensor
 
 from torrential import shipping
@@ -94,11 +93,6 @@ class _Run:
         self._complaints = Complaints(self._workers, self._event)
         self._dismissed = False
         self._done = False
-        self._store = None
-        if self._settings.algorithm == "native":
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                "127.0.0.1", 0, is_master=True, wait_for_workers=False
-            )
         self._handlers: dict[type, Callable[[Member, Any, list[Tensor]], None]] = {
             m.Hello: self._hello,
             m.BufferWanted: self._buffer,
@@ -293,7 +287,7 @@ class _Run:
             furthest,
             behind,
             self._began,
-            self._store.port if self._store is not None else 0,
+            self._registry.path(f"meeting {self._generation}") if self._settings.algorithm == "native" else "",
         )
         self._forming_since = None
         for rank in members:
