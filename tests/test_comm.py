@@ -4,6 +4,7 @@ Members are threads of this process. The shared carrier meets over plain tensors
 """
 
 import contextlib
+import os
 import secrets
 import socket
 import struct
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from torrential.comm import messenger as messaging
 from torrential.comm import wire
+from torrential.comm.admission import MOST_STRANGERS
 from torrential.comm.carrier import Carrier, Operation
 from torrential.comm.messenger import Data, Greeting, Messenger, settle
 from torrential.comm.protocol import ALIGNMENT, Meter, Part, slices
@@ -574,6 +576,39 @@ def test_a_silent_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         slow.sendall(TOKEN)
         assert answer(silent) == b"" and answer(slow) == b""
         until(lambda: low.strangers == 2)
+
+
+def test_a_stranger_does_not_stay_by_saying_a_byte_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.2)
+    with two_messengers() as (low, _), call(low.address) as slow:
+        said = 0
+        with contextlib.suppress(OSError):
+            while low.strangers == 0 and said < wire.TOKEN_BYTES - 1:
+                slow.sendall(TOKEN[said : said + 1])
+                said += 1
+                time.sleep(0.05)
+        until(lambda: low.strangers == 1)
+        assert said < wire.TOKEN_BYTES - 1
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_many_strangers_take_few_descriptors_and_no_thread_and_peers_get_in(kind: str) -> None:
+    with two_messengers(kind) as (low, high), contextlib.ExitStack() as stack:
+        descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+        with call(low.address) as early:
+            early.sendall(TOKEN + GREETING[:5])  # it knows the token: no stranger takes its place
+            strangers = [stack.enter_context(call(low.address)) for _ in range(300)]
+            until(lambda: low.strangers == 300 - MOST_STRANGERS)
+            assert len(os.listdir("/proc/self/fd")) == descriptors + 2 + len(strangers) + MOST_STRANGERS
+            assert threading.active_count() == threads
+            early.sendall(GREETING[5:])
+            until(lambda: 9 in low._peers)
+            first = low._peers[9]
+            with call(low.address) as late:
+                late.sendall(TOKEN + GREETING)
+                until(lambda: low._peers[9] is not first)
+        high.send(0, "after all that", [torch.ones(4)])
+        until(lambda: low.arrived(2, "after all that"))
 
 
 def call(address: str) -> socket.socket:

@@ -1,16 +1,22 @@
 """What the current directory, strangers on this machine and other users cannot make a run do."""
 
+import contextlib
+import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from command import Command
 from conftest import kill_tree
 from sockets import Listening, family, listening
 
+from torrential.comm.admission import MOST_STRANGERS
 from torrential.interpreter import start_python
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -43,21 +49,8 @@ def test_training_runs_no_code_of_the_current_directory(hostile: Path, tmp_path:
 
 
 def test_neither_does_a_study(hostile: Path, tmp_path: Path, run_cli: Cli) -> None:
-    words = [
-        "digits-mlp",
-        "--strategies",
-        "allreduce",
-        "--workers",
-        "2",
-        "--trials",
-        "1",
-        "--steps",
-        "5",
-        "--target",
-        "0.1",
-        "--out",
-    ]
-    ended = run_cli("compare", *words, tmp_path / "out")
+    asked = ["--strategies", "allreduce", "--workers", 2, "--trials", 1, "--steps", 5, "--target", 0.1]
+    ended = run_cli("compare", "digits-mlp", *asked, "--out", tmp_path / "out")
     assert (ended.returncode, executed(hostile)) == (0, []), ended.stderr
 
 
@@ -149,6 +142,52 @@ def test_nothing_of_a_run_listens_beyond_this_machine(
     begin: Callable[[str], Begun], options: str, listeners: int
 ) -> None:
     run = begin(f"train digits-mlp --workers 2 --epochs 2 {options}")
-    seen = {socket for sockets in run.until_it_ends() for socket in sockets}
+    seen = {one for sockets in run.until_it_ends() for one in sockets}
     assert len(seen) == listeners
-    assert [socket for socket in seen if not socket.address.is_loopback] == []
+    assert [one for one in seen if not one.address.is_loopback] == []
+
+
+@pytest.mark.parametrize("options", ["--set algorithm=ring", "--strategy ssp"])
+def test_strangers_exhaust_nobody_who_trains(begin: Callable[[str], Begun], options: str) -> None:
+    """200 connections to each process that listens, which say a byte now and then."""
+    run = begin(f"train digits-mlp --workers 2 --epochs 10 --set transport=tcp {options}")
+    lines: list[socket.socket] = []
+    besieged: dict[int, tuple[int, int]] = {}  # descriptors and threads at most, beyond those before
+    before: dict[int, tuple[int, int]] = {}
+    ended = threading.Event()
+
+    def trickle() -> None:
+        while not ended.wait(0.1):
+            for line in lines:
+                with contextlib.suppress(OSError):  # it was shown the door
+                    line.send(b"x")
+
+    talking = threading.Thread(target=trickle)
+    talking.start()
+    try:
+        for sockets in run.until_it_ends():
+            for pid, address, port in sockets:
+                if pid not in before:
+                    before[pid] = counts(pid)
+                    lines += (socket.create_connection((str(address), port)) for _ in range(200))
+                now = counts(pid)
+                peak = besieged.get(pid, (0, 0))
+                besieged[pid] = max(peak[0], now[0] - before[pid][0]), max(peak[1], now[1] - before[pid][1])
+    finally:
+        ended.set()
+        talking.join()
+        for line in lines:
+            line.close()
+    assert len(besieged) == len(lines) / 200 >= 2
+    for descriptors, threads in besieged.values():
+        assert descriptors <= MOST_STRANGERS + OWN and threads <= OWN, besieged
+
+
+OWN = 20  # descriptors and threads that a process of a run needs for its own purposes
+
+
+def counts(pid: int) -> tuple[int, int]:
+    """How many descriptors and threads a process has."""
+    with contextlib.suppress(OSError, psutil.NoSuchProcess):
+        return len(os.listdir(f"/proc/{pid}/fd")), psutil.Process(pid).num_threads()
+    return 0, 0

@@ -364,7 +364,7 @@ def test_silent_strangers_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_silent_strangers_take_no_more_than_so_many_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torrential.comm.post.MOST_STRANGERS", 5)
+    monkeypatch.setattr("torrential.comm.admission.MOST_STRANGERS", 5)
     with correspondents("unix") as c, contextlib.ExitStack() as stack:
         for _ in range(20):
             stack.enter_context(call(c.server.where))

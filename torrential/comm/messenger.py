@@ -8,8 +8,7 @@ every pair exchanges a marker: once it has come, nothing sent before it can stil
 
 from __future__ import annotations
 
-import contextlib
-import socket
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import msgspec
 from torch import Tensor
 
 from torrential.comm import wire
+from torrential.comm.admission import Admission
 from torrential.comm.outbox import Outbox, Outgoing
 from torrential.errors import PeerLost
 
@@ -66,18 +66,17 @@ class Messenger:
 
     def __init__(self, rank: int, life: int, address: str, token: bytes) -> None:
         self.rank, self.life, self._token = rank, life, token
-        self._listener, self.address = wire.listen(address)
+        self._admission = Admission(address, token, Greeting)
+        self.address = self._admission.address
         self.changed = threading.Condition()
         self._news = False
         self.generation = 0
-        self.strangers = 0
-        self._closed = False
         wire.decoder(Data | Greeting)  # its types are known before threads begin to read
         self._peers: dict[int, Peer] = {}
         self._known: dict[int, tuple[str, int]] = {}  # address and life of each member
         self._arrived: dict[Key, list[Tensor]] = {}
         self._expected: dict[Key, Sequence[Tensor]] = {}
-        self._hearing = self._spawn(self._accept)
+        self._hearing = self._spawn(self._admit)
 
     def _spawn(self, target: Callable[..., None], *args: object) -> threading.Thread:
         thread = threading.Thread(target=target, args=args, daemon=True)
@@ -85,26 +84,15 @@ class Messenger:
         return thread
 
     # -- connections --------------------------------------------------------------------------------------------
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                if self._listener.fileno() < 0 or self._closed:
-                    return
-                time.sleep(0.05)  # out of descriptors, for example: strangers must not end our hearing
-                continue
-            self._spawn(self._welcome, sock)
+    @property
+    def strangers(self) -> int:
+        return self._admission.strangers
 
-    def _welcome(self, sock: socket.socket) -> None:
-        admitted = wire.admit(sock, self._token, Data | Greeting)
-        if admitted is None or not isinstance(admitted[1], Greeting):
-            self.strangers += 1
-            if admitted is not None:
-                admitted[0].close()
-            return
-        connection, greeting = admitted
-        self._adopt(Peer(greeting.rank, greeting.life, connection, self._told))
+    def _admit(self) -> None:
+        while not self._admission.stopped:
+            for sock, greeting in self._admission.poll(math.inf):
+                connection: wire.Connection[Data | Greeting] = wire.Connection(sock, Data | Greeting)
+                self._adopt(Peer(greeting.rank, greeting.life, connection, self._told))
 
     def _adopt(self, peer: Peer) -> None:
         with self.changed:
@@ -148,11 +136,9 @@ class Messenger:
         return peer
 
     def close(self) -> None:
-        self._closed = True
-        with contextlib.suppress(OSError):  # not connected to anybody
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
-        self._hearing.join(1.0)  # the address is free once it has stopped
+        self._admission.stop()
+        self._hearing.join(1.0)
+        self._admission.close()
         for peer in self._peers.values():
             peer.close()
 

@@ -15,7 +15,6 @@ A letter for somebody who is gone is lost without a word: whoever needs an answe
 from __future__ import annotations
 
 import contextlib
-import hmac
 import math
 import os
 import select
@@ -31,6 +30,7 @@ import msgspec
 from torch import Tensor
 
 from torrential.comm import wire
+from torrential.comm.admission import Admission
 from torrential.comm.frames import Frames, Landing, Memory, frame, nowhere, reader_of
 from torrential.comm.outbox import Outbox, Outgoing
 from torrential.comm.protocol import Letter
@@ -41,7 +41,6 @@ READS = 16  # from one connection before the others have their turn
 AN_HOUR = 3600.0
 BRISK_SECONDS = 2e-4
 LOCAL_QUEUE = 1 << 18  # bytes that the kernel keeps for each direction of a tcp connection inside one host
-MOST_STRANGERS = 64  # who have connected and not shown the token yet
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True):
@@ -78,24 +77,8 @@ class Posted(Outgoing):
 class _Line:
     """One connection."""
 
-    def __init__(
-        self, sock: socket.socket, frames: Frames, outbox: Outbox, address: int | None, life: int, token: bytes
-    ) -> None:
+    def __init__(self, sock: socket.socket, frames: Frames, outbox: Outbox, address: int, life: int) -> None:
         self.sock, self.frames, self.outbox, self.address, self.life = sock, frames, outbox, address, life
-        self.token = bytearray()  # as much of it as has come
-        self.expected = token
-        self.admitted = not token
-        self.deadline = time.monotonic() + wire.HANDSHAKE_SECONDS
-
-    def admit(self) -> bool:
-        """Read the token and nothing after it; whether it has come."""
-        missing = len(self.expected) - len(self.token)
-        more = self.sock.recv(missing, socket.MSG_DONTWAIT)
-        self.token += more
-        self.admitted = len(more) == missing
-        if not more or (self.admitted and not hmac.compare_digest(self.token, self.expected)):
-            raise wire.WireError("no token")
-        return self.admitted
 
 
 class Post:
@@ -105,13 +88,12 @@ class Post:
         self.address, self.life, self._token = address, life, token
         self.memory: Memory | None = None  # what can be shared with others; to be set before the first letter
         self._landing: Landing = nowhere
-        self._listener, self.where = wire.listen(listen)
+        self._admission = Admission(listen, token, Greeting)
+        self.where = self._admission.address
         self._decoder = reader_of(Greeting | messages)
-        self.strangers = 0
         self._contacts: Mapping[int, Contact] = {}
         self._lines: dict[int, _Line] = {}  # by descriptor
         self._to: dict[int, _Line] = {}  # whom we write to on which
-        self._unknown: dict[int, _Line] = {}  # those of `_lines` that have not said who they are
         self._arrived: deque[Letter] = deque()
         self._stopped = False
         self._spare_core = len(os.sched_getaffinity(0)) > 1
@@ -119,7 +101,7 @@ class Post:
         self._written = threading.Condition()  # something that was not written at once is by now
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
-        self._epoll.register(self._listener, select.EPOLLIN)
+        self._epoll.register(self._admission, select.EPOLLIN)
         self._epoll.register(self._news, select.EPOLLIN)
 
     # -- what other threads may call --------------------------------------------------------------------------------
@@ -195,9 +177,9 @@ class Post:
                 elif descriptor == self._news:
                     os.eventfd_read(self._news)
                 else:
-                    self._accept()
-            if self._unknown:
-                self._drop_the_silent()  # after reading: this role itself may have looked elsewhere for long
+                    self._admit()
+            if not ready and self._admission.deadline <= time.monotonic():
+                self._admit()  # which drops those who have said nothing
             if self._arrived:
                 return self._arrived.popleft()
             if (self._stopped and not ready) or time.monotonic() >= deadline:
@@ -209,7 +191,7 @@ class Post:
         looked for again and again for a moment."""
         began = time.monotonic()
         ready: list[tuple[int, int]] = []
-        timeout = min(deadline, self._patience()) - began
+        timeout = min(deadline, self._admission.deadline, began + AN_HOUR) - began
         if self._stopped or timeout <= 0.0:
             return ready
         if self._brisk:
@@ -225,8 +207,6 @@ class Post:
     def _read(self, line: _Line) -> None:
         frames = line.frames
         try:
-            if not line.admitted and not line.admit():
-                return
             for _ in range(READS):
                 room = frames.room()
                 got = line.sock.recv_into(room, 0, socket.MSG_DONTWAIT)
@@ -239,71 +219,43 @@ class Post:
         except BlockingIOError:
             return
         except (wire.Closed, wire.WireError, OSError) as error:
-            self.strangers += line.address is None or isinstance(error, wire.WireError)
+            self._admission.strangers += isinstance(error, wire.WireError)
             self._drop(line)
 
     def _take(self, line: _Line, message: Any, tensors: list[Tensor]) -> None:
-        if line.address is not None:
-            if isinstance(message, Greeting):
-                raise wire.WireError("a second greeting")
-            contact = self._contacts.get(line.address)
-            if contact is None or contact.life <= line.life:  # else of one whose place another has taken
-                self._arrived.append(Letter(line.address, message, tensors))
-            return
-        if not isinstance(message, Greeting):
-            raise wire.WireError("no greeting")
-        line.address, line.life = message.address, message.life
-        del self._unknown[line.sock.fileno()]
-        before = self._to.get(line.address)
-        if before is None or before.outbox.lost or before.life < line.life:
-            self._to[line.address] = line
+        if isinstance(message, Greeting):
+            raise wire.WireError("a second greeting")
+        contact = self._contacts.get(line.address)
+        if contact is None or contact.life <= line.life:  # else of one whose place another has taken
+            self._arrived.append(Letter(line.address, message, tensors))
 
     # -- connections ------------------------------------------------------------------------------------------------
-    def _add(self, sock: socket.socket, address: int | None, life: int) -> _Line:
+    @property
+    def strangers(self) -> int:
+        """Callers that were dropped, and peers that talked nonsense."""
+        return self._admission.strangers
+
+    def _add(self, sock: socket.socket, address: int, life: int) -> _Line:
         frames = Frames(self._decoder, self.memory, lambda message: self._landing(message))
         outbox = Outbox(partial(wire.write, sock), self._tell)
-        line = _Line(sock, frames, outbox, address, life, self._token if address is None else b"")
+        line = _Line(sock, frames, outbox, address, life)
         self._lines[sock.fileno()] = line
         self._epoll.register(sock, select.EPOLLIN)
         return line
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-            wire.check_user(sock)
-            wire.tune(sock)
+    def _admit(self) -> None:
+        for sock, greeting in self._admission.poll():
             _tune(sock)
-        except wire.WireError:
-            sock.close()
-            self.strangers += 1
-            return
-        except OSError:  # it has gone again; or we are out of descriptors, which strangers may have taken
-            if self._unknown:
-                self._drop_stranger(next(iter(self._unknown)))
-            return
-        self._unknown[sock.fileno()] = self._add(sock, None, 0)
-        if len(self._unknown) > MOST_STRANGERS:
-            self._drop_stranger(next(iter(self._unknown)))
-
-    def _patience(self) -> float:
-        """When the next one must have spoken."""
-        return min((line.deadline for line in self._unknown.values()), default=time.monotonic() + AN_HOUR)
-
-    def _drop_the_silent(self) -> None:
-        now = time.monotonic()
-        for descriptor in [d for d, line in self._unknown.items() if line.deadline <= now]:
-            self._drop_stranger(descriptor)
-
-    def _drop_stranger(self, descriptor: int) -> None:
-        self.strangers += 1
-        self._drop(self._unknown[descriptor])
+            line = self._add(sock, greeting.address, greeting.life)
+            before = self._to.get(line.address)
+            if before is None or before.outbox.lost or before.life < line.life:
+                self._to[line.address] = line
 
     def _drop(self, line: _Line) -> None:
         descriptor = line.sock.fileno()
         if self._lines.pop(descriptor, None) is None:
             return
-        self._unknown.pop(descriptor, None)
-        if line.address is not None and self._to.get(line.address) is line:
+        if self._to.get(line.address) is line:
             del self._to[line.address]
         self._epoll.unregister(descriptor)
         line.outbox.close()
@@ -313,7 +265,7 @@ class Post:
         for line in list(self._lines.values()):
             self._drop(line)
         self._epoll.close()
-        self._listener.close()
+        self._admission.close()
         os.close(self._news)
 
 

@@ -2,13 +2,12 @@
 
     | header length, u32 | header: msgpack of Envelope | payload of tensor 0 | payload of tensor 1 | ...
 
-A connection opens with the run's 32-byte token, which is compared before anything else is read.
+A connection opens with the run's 32-byte token, which is compared before anything else is read (comm/admission.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import math
 import os
 import socket
@@ -178,8 +177,6 @@ class Connection(Generic[M]):
     def _receive(self, view: memoryview, flags: int) -> int:
         try:
             got = self._sock.recv_into(view, 0, flags)
-        except TimeoutError as error:
-            raise WireError("silence in the middle of a handshake") from error
         except OSError as error:
             raise Closed from error
         if not got:
@@ -234,36 +231,11 @@ def connect(address: str, token: bytes, timeout: float) -> socket.socket:
     return sock
 
 
-def admit(sock: socket.socket, token: bytes, messages: Any) -> tuple[Connection[Any], Any] | None:
-    """Check a caller: same user (unix), the token, then its first message. None if it is a stranger."""
-    try:
-        sock.settimeout(HANDSHAKE_SECONDS)
-        check_user(sock)
-        if not hmac.compare_digest(_token(sock), token):
-            raise WireError("wrong token")
-        connection: Connection[Any] = Connection(sock, messages)
-        first, _ = connection.receive()
-        sock.settimeout(None)
-        tune(sock)
-        return connection, first
-    except (WireError, Closed, OSError):
-        sock.close()
-        return None
-
-
 def check_user(sock: socket.socket) -> None:
     if sock.family == socket.AF_UNIX:
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         if struct.unpack("3i", credentials)[1] != os.geteuid():
             raise WireError("another user")
-
-
-def _token(sock: socket.socket) -> bytes:
-    """Exactly that many bytes, and none of what follows; fewer if the caller has no more to say."""
-    token = b""
-    while len(token) < TOKEN_BYTES and (more := sock.recv(TOKEN_BYTES - len(token))):
-        token += more
-    return token
 
 
 def tune(sock: socket.socket) -> None:

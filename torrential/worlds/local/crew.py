@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import secrets
@@ -17,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from torrential.comm import wire
+from torrential.comm.admission import Admission
 from torrential.errors import RunFailed
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.nursery import Born, Ended, Message, Spawn
@@ -81,19 +83,19 @@ class Crew:
         self._nursery: wire.Connection[Message] = wire.Connection(nursery, Message)
         self._parcel, self._transport, self._letters = parcel, transport, letters
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
-        self._listener, self._address = wire.listen(f"unix:@torrential-{secrets.token_hex(8)}")
+        self._admission = Admission(f"unix:@torrential-{secrets.token_hex(8)}", self._token, m.Hello)
         self.reports: queue.SimpleQueue[Report | Ended | None] = queue.SimpleQueue()
-        self._closed = False
         wire.decoder(m.Any)  # its types are known before threads begin to read
         self._expected: dict[tuple[str, int, int], Member] = {}
-        for target in (self._accept, self._watch_nursery):
-            threading.Thread(target=target, daemon=True).start()
+        threading.Thread(target=self._watch_nursery, daemon=True).start()
+        self._hearing = threading.Thread(target=self._admit, daemon=True)
+        self._hearing.start()
 
     def spawn(self, role: str, rank: int, life: int) -> Member:
         member = Member(role, rank, life)
         self._expected[(role, rank, life)] = member
         parcel = (os.getpid(), *self._parcel)
-        spawn = Spawn(role, rank, life, self._address, self._token, parcel, self._transport, self._letters)
+        spawn = Spawn(role, rank, life, self._admission.address, self._token, parcel, self._transport, self._letters)
         try:
             self._nursery.send(spawn)
         except wire.Closed as error:
@@ -111,26 +113,16 @@ class Crew:
         except (wire.Closed, wire.WireError):
             self.reports.put(None)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(0.05)  # out of descriptors, for example: strangers must not end our hearing
-                continue
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+    def _admit(self) -> None:
+        while not self._admission.stopped:
+            for sock, hello in self._admission.poll(math.inf):
+                threading.Thread(target=self._serve, args=(sock, hello), daemon=True).start()
 
-    def _serve(self, sock: socket.socket) -> None:
-        admitted = wire.admit(sock, self._token, m.Any)
-        if admitted is None:
-            return
-        connection, hello = admitted
-        member = self._expected.get((hello.role, hello.rank, hello.life)) if isinstance(hello, m.Hello) else None
+    def _serve(self, sock: socket.socket, hello: m.Hello) -> None:
+        connection: wire.Connection[Any] = wire.Connection(sock, m.Any)
+        member = self._expected.get((hello.role, hello.rank, hello.life))
         if member is None:
-            connection.close()
-            return
+            return connection.close()
         member.pid, member.address, member.letters = hello.pid, hello.address, hello.letters
         member.connection = connection
         self.reports.put(Report(member, hello, []))
@@ -144,10 +136,9 @@ class Crew:
             self.reports.put(Report(member, None, []))
 
     def close(self) -> None:
-        self._closed = True
-        with contextlib.suppress(OSError):  # not connected to anybody
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
+        self._admission.stop()
+        self._hearing.join(1.0)
+        self._admission.close()
         for member in self._expected.values():
             member.outbox.put(None)
             if member.connection is not None:
