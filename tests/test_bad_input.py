@@ -25,8 +25,10 @@ from torrential import checkpoint as checkpoints
 from torrential import cli, records
 from torrential.config import SIMULATED, Recipe, Settings, without_effect
 from torrential.data.deal import Deal
+from torrential.errors import BadInput
 from torrential.options import explain
 from torrential.strategies import STRATEGIES
+from torrential.tasks import check_own
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -449,6 +451,50 @@ def test_resuming_with_other_options(refused: Callable[..., str], tmp_path: Path
     run = finished_run(tmp_path / "run")
     message = refused("train", "--resume", run, "--lr", "0.1", "--set", "restart=true")
     assert "--lr" in message and "--set" in message
+
+
+@pytest.mark.parametrize("what", ["directory", "manifest", "task"])
+@pytest.mark.parametrize("how", ["another user's", "open to everybody"])
+def test_resuming_runs_no_code_that_others_may_have_chosen(
+    what: str, how: str, refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = write(tmp_path, f"{HEAD}\nfrom pathlib import Path\nPath(__file__ + '.run').touch()\ntask = make()")
+    run = finished_run(tmp_path / "run", source=str(task))
+    path = {"directory": run, "manifest": run / records.MANIFEST, "task": task}[what]
+    if how == "open to everybody":
+        path.chmod(path.stat().st_mode | 0o002)
+        said = f"everybody can write to {path} (mode: "
+    elif os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+        said = f"{path} is not yours (owner: 12345), and the Python file that manifest.json names would be run; "
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        said = f"{run} is not yours (owner: "
+    message = refused("train", "--resume", run)
+    assert said in message and f"name the task yourself: torrential train TASK --resume {run}" in message
+    assert not Path(f"{task}.run").exists()
+    assert "finished" in refused("train", task, "--resume", run)  # who names the task decides what is run
+    assert Path(f"{task}.run").exists()
+
+
+def test_a_tasks_file_may_belong_to_root(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    manifest, task = write(tmp_path / "run", "{}", records.MANIFEST), write(tmp_path, "")
+    real, owners = Path.stat, {str(manifest): 12345, str(manifest.parent): 12345, str(task): 0}
+
+    def stat(path: Path, **keywords: Any) -> os.stat_result:
+        fields = list(real(path, **keywords))
+        fields[4] = owners.get(str(path), fields[4])
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    check_own(manifest, str(task), "")
+    owners[str(manifest)] = 0
+    with pytest.raises(BadInput, match=f"{manifest} is not yours"):
+        check_own(manifest, str(task), "")
 
 
 # -- runs that fail after they have started ---------------------------------------------------------------------------

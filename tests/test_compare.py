@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up import config, write_run
+from made_up import config, question, write_run
 
 from torrential import cli
 from torrential.errors import BadInput, RunFailed
 from torrential.records import MANIFEST, RECORDS, Evaluation, read_manifest, read_records
 from torrential.study.ask import Asked
 from torrential.study.conduct import is_finished
-from torrential.study.directory import read_question
+from torrential.study.directory import open_directory, read_question
 from torrential.study.plan import Trial
 from torrential.study.question import make_question
 from torrential.study.runner import Train
@@ -225,6 +225,17 @@ def test_what_is_refused_before_anything_is_made(
     monkeypatch.chdir(tmp_path)
     assert words in refused("compare", *args)
     assert os.listdir() == []
+
+
+def test_the_study_of_another_user_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = tmp_path / "mine.py"
+    task.write_text("raise SystemExit('run all the same')")
+    out = tmp_path / "study"
+    open_directory(out, question(task=str(task)))
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    message = refused("compare", "--resume", out)
+    assert message.startswith(f"{out} is not yours (owner: ") and "file that study.json names would be run" in message
+    assert message.endswith("put the question yourself, with --out in the place of --resume")
 
 
 # -- report -----------------------------------------------------------------------------------------------------------

@@ -94,7 +94,9 @@ def train(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the run; a fresh one under runs/ by default.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this directory.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this directory; runs the task's file that it names.")
+    ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets are.", envvar="TORRENTIAL_DATA")] = None,
     json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
 ) -> None:

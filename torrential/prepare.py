@@ -31,7 +31,7 @@ from torrential.records import Evaluation, Summary
 from torrential.strategies import STRATEGIES, make_strategy
 from torrential.strategies.base import Strategy
 from torrential.task import Task, build_model, with_validation
-from torrential.tasks import load_task
+from torrential.tasks import check_own, load_task
 from torrential.trainer.slow import Slow
 from torrential.usercode import calling
 from torrential.version import __version__
@@ -277,6 +277,8 @@ def _resumed(directory: Path, manifest: records.Manifest, task: Task | None) -> 
     if task is None:
         if config.source is None:
             raise BadInput(f"the task of {directory} was made in a program; go on with tt.train(task, resume=...)")
+        remedy = f"look at that file, then name the task yourself: torrential train TASK --resume {directory}"
+        check_own(directory / records.MANIFEST, config.source, remedy)
         task = load_task(config.source)
     task = replace(
         with_validation(task, config.seed),

@@ -103,7 +103,10 @@ def add(
         out: Annotated[
             Path | None, typer.Option(help="Directory for the study; a fresh one under runs/ by default.")
         ] = None,
-        resume: Annotated[Path | None, typer.Option(help="Go on with the study in this directory.")] = None,
+        resume: Annotated[
+            Path | None,
+            typer.Option(help="Go on with the study in this directory; runs the task's file that it names."),
+        ] = None,
         data_dir: Annotated[Path | None, typer.Option(help="Where data sets are.", envvar="TORRENTIAL_DATA")] = None,
         tensorboard: Annotated[bool, typer.Option("--tensorboard", help=TENSORBOARD)] = False,
         json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
@@ -135,6 +138,8 @@ def add(
         with ending():
             from torrential.data import find
             from torrential.study.directory import read_question
+            from torrential.study.results import STUDY
+            from torrential.tasks import check_own
 
             find.set_data_dir(data_dir)
             if resume is not None:
@@ -142,6 +147,8 @@ def add(
                 if changed or task is not None:
                     raise BadInput(f"a resumed study keeps its question; leave out {', '.join(changed) or task}")
                 asked, out = read_question(resume).asked, resume
+                remedy = "look at that file, then put the question yourself, with --out in the place of --resume"
+                check_own(resume / STUDY, asked.task, remedy)
             else:
                 asked = _asked(task, given, options(set_ or []))
             study = _compare(asked, out, err)

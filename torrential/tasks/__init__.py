@@ -6,6 +6,9 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import os
+import pwd
+import stat
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,10 +55,8 @@ def load_task(spec: str) -> Task:
     file, and after its own variable too if that was asked for. The file's directory goes to the front of sys.path, and
     what the file defines is pickled by value, so that it can be sent to processes that cannot import it.
     """
-    file, colon, name = spec.rpartition(":")
-    if not colon or not file.endswith(".py"):
-        file, name = spec, ""
-    if not file.endswith(".py"):
+    file, name = _split(spec)
+    if not file:
         if spec not in TASKS:
             raise UnknownName("task", spec, [*TASKS, "path/to/file.py"])
         return TASKS[spec]()
@@ -67,6 +68,38 @@ def load_task(spec: str) -> Task:
     if task.name != path.name:
         return task
     return dataclasses.replace(task, name=path.stem if name in ("", _DEFAULT_NAME) else f"{path.stem}-{name}")
+
+
+def check_own(record: Path, spec: str, remedy: str) -> None:
+    """Refuse to go on with what is recorded in a directory, unless it is the caller's own.
+
+    The record names a task, and loading a task runs its file. So nobody else may have written the record, or be able to
+    write to it, its directory, or the file; which may belong to root.
+    """
+    file = Path(_split(spec)[0])
+    for path in (record.parent, record, *([file] if file.is_file() else [])):
+        status = path.stat()
+        allowed = (os.geteuid(), 0) if path == file else (os.geteuid(),)
+        why = f"the Python file that {record.name} names would be run; {remedy}"
+        if status.st_uid not in allowed:
+            raise BadInput(f"{path} is not yours (owner: {_user(status.st_uid)}), and {why}")
+        if status.st_mode & stat.S_IWOTH:
+            raise BadInput(f"everybody can write to {path} (mode: {stat.S_IMODE(status.st_mode):o}), and {why}")
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:  # nobody has that number here
+        return str(number)
+
+
+def _split(spec: str) -> tuple[str, str]:
+    """The file and the name in it; two empty strings for a built-in task."""
+    file, colon, name = spec.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        file, name = spec, ""
+    return (file, name) if file.endswith(".py") else ("", "")
 
 
 def _import(path: Path) -> ModuleType:
