@@ -17,7 +17,7 @@ from conftest import kill_tree
 from sockets import Listening, family, listening
 
 from torrential.comm.admission import MOST_STRANGERS
-from torrential.interpreter import start_python
+from torrential.processes import start_helper
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 COMMAND = Path(sys.executable).with_name("torrential")
@@ -87,7 +87,8 @@ def test_a_helper_imports_as_the_process_that_started_it(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", str(beside), str(odd), *sys.path])
     said = tmp_path / "said"
-    process = start_python(f"open({str(said)!r}, 'w').write(repr(sys.path))", [])
+    (beside / "telling.py").write_text(f"import sys\ndef main(): open({str(said)!r}, 'w').write(repr(sys.path))\n")
+    process = start_helper("telling", [])
     assert process.wait(60) == 0
     assert said.read_text() == repr(sys.path[1:])
 
