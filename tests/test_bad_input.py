@@ -7,6 +7,7 @@ that fails after its start, go through a command of their own. Where a task's ow
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import signal

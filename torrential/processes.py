@@ -1,9 +1,9 @@
 """Processes that help this one: how they begin, and how long they live.
 
 A helper has the search path of the process that starts it, so that both import alike: a script's own directory is on
-it, as in any Python program, and a task may import the modules that lie beside its file. The directory that one happens
-to stand in, which Python itself would add, is not. It is bound to its parent before anything heavy is loaded, so that it
-ends with it, even if it was stopped meanwhile.
+it, as in any Python program, and a task may import the modules that lie beside its file. The directory that one
+happens to stand in, which Python itself would add, is not. It is bound to its parent before anything heavy is loaded,
+so that it ends with it, even if it was stopped meanwhile.
 """
 
 from __future__ import annotations
