@@ -87,9 +87,9 @@ def with_ddp(question: Question) -> Question:
 class Runner:
     """Of both kinds of runs."""
 
-    def __init__(self, asked: Asked, task: Task, watching: Watching) -> None:
-        self._asked, self._task, self._watching = asked, task, watching
-        self._train = Train(asked, task, watching)
+    def __init__(self, question: Question, task: Task, watching: Watching) -> None:
+        self._asked, self._task, self._watching = question.asked, task, watching
+        self._train = Train(question, task, watching)
 
     def close(self) -> None:
         self._train.close()
@@ -109,7 +109,7 @@ def carry_out(args: argparse.Namespace, condition: str, err: Console) -> None:
         question = open_directory(directory, question)
         err.print(f"{CONDITIONS[condition][0]}: {'; '.join(outlook(question))}", highlight=False, soft_wrap=True)
         watching = Watching(question.metric, question.asked.target or 0.0, err)
-        runner = Runner(question.asked, task, watching)
+        runner = Runner(question, task, watching)
         try:
             conduct(question, directory, runner, watching)
         finally:

@@ -1,5 +1,6 @@
 """`torrential compare` and `torrential report`: on real processes once, killed and called again; else simulated."""
 
+import itertools
 import json
 import os
 import signal
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 from made_up import config, question, write_run
 
+import torrential as tt
 from torrential import cli
 from torrential.errors import BadInput, RunFailed
-from torrential.records import MANIFEST, RECORDS, Evaluation, read_manifest, read_records
+from torrential.records import MANIFEST, RECORDS, Evaluation, Step, read_manifest, read_records
 from torrential.study.ask import Asked
 from torrential.study.conduct import is_finished
 from torrential.study.directory import open_directory, read_question
@@ -150,6 +152,69 @@ def test_the_same_rules_for_all(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert before == {path: path.read_bytes() for path in out.rglob(RECORDS)}
     message = refused("compare", *args, "--seed", 1)
     assert message == f"{out} holds another study (seed: 0 there, 1 asked); choose another --out"
+
+
+@pytest.mark.parametrize("cluster", [None, '[compute]\nseconds_per_sample = "measure"\nspread = "lognormal"\n'])
+def test_how_long_a_sample_takes_is_measured_once_for_a_study(
+    cluster: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each run used to measure for itself, so entries differed by the noise of the machine. A study that goes on has
+    the figures that it was begun with, and each run has its own on record, with which it can be repeated."""
+    figures = itertools.count(1)
+    asked: list[int] = []
+
+    def measure(task: Any, batch_size: int, device: Any, threads: int) -> float:
+        asked.append(batch_size)
+        return 1e-5 * next(figures)
+
+    def measured_again(*args: Any) -> float:
+        pytest.fail("a run measured for itself")
+
+    monkeypatch.setattr("torrential.study.measured.measure_seconds_per_sample", measure)
+    monkeypatch.setattr("torrential.worlds.sim.world.measure_seconds_per_sample", measured_again)
+    out = tmp_path / "study"
+    args = ["digits-mlp", "--strategies", "allreduce,ssp,allreduce:batch_size=8", "--target", 0.99, "--steps", 2]
+    where = ["--world", "sim"]
+    if cluster is not None:
+        (tmp_path / "mine.toml").write_text(cluster)
+        where = ["--cluster", str(tmp_path / "mine.toml")]
+    args = [*args, *where, "--trials", 2, "--out", out]
+
+    def stop(self: Train, trial: Trial) -> None:
+        if sum(1 for _ in out.glob(f"runs/*/{RECORDS}")) == 2:
+            raise RunFailed("no space")
+        train(self, trial)
+
+    train = Train.__call__
+    with monkeypatch.context() as patched, pytest.raises(RunFailed):
+        patched.setattr(Train, "__call__", stop)
+        command("compare", *args)
+    command("compare", "--resume", out, "--json")
+    streams = capfd.readouterr()
+    assert asked == [32, 8]
+    kept = {path.parent.name: read_manifest(path.parent).config for path in out.glob(f"runs/*/{MANIFEST}")}
+    assert len(kept) == 6
+    assert {(config["batch_size"], config["cluster"]["compute"]["seconds_per_sample"]) for config in kept.values()} == {
+        (32, 1e-5),
+        (8, 2e-5),
+    }
+    assert all(
+        config["cluster"]["compute"].get("spread") == ("lognormal" if cluster else None) for config in kept.values()
+    )
+    said = "a sample takes a simulated worker 1e-05 s in batches of 32 and 2e-05 s in batches of 8, measured once"
+    told = json.loads(streams.out)
+    assert streams.err.count(said) == 3 and any(said in rule for rule in told["rules"])  # before, again, and after
+    assert [time["seconds_per_sample"] for time in told["measured"]] == [1e-5, 2e-5]
+    assert said in (out / "report.html").read_text().replace("A sample takes", "a sample takes")
+    repeated = train_again(kept["ssp-2"], tmp_path / "again")
+    assert repeated == [r for r in read_records(out / "runs" / "ssp-2" / RECORDS) if isinstance(r, Step | Evaluation)]
+
+
+def train_again(config: dict[str, Any], out: Path) -> list[Any]:
+    """The steps and evaluations of a run like the one on record."""
+    like = {name: config[name] for name in ("workers", "servers", "target", "steps", "seed", "world", "cluster")}
+    found = tt.train(config["task"], config["strategy"], **like, out=out, progress=False)
+    return [record for record in found.history if isinstance(record, Step | Evaluation)]
 
 
 def test_steps_that_are_a_large_part_of_an_epoch_count_by_what_they_take_on_average() -> None:

@@ -66,6 +66,14 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str = ""
 
 
+class ComputeTime(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sample takes on the machine where the study was begun, measured once for all its runs."""
+
+    batch_size: int
+    threads: int
+    seconds_per_sample: float
+
+
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """What study.json holds."""
 
@@ -80,6 +88,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     metric: str
     maximize: bool
     interval: int | None  # samples between two evaluations; None: an epoch
+    measured: list[ComputeTime] = []  # for clusters that leave open how long a sample takes
 
 
 class Own(msgspec.Struct, frozen=True, kw_only=True):

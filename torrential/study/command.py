@@ -217,13 +217,15 @@ def _numbers(text: str) -> list[int]:
 def _compare(asked: Asked, out: Path | None, err: Console) -> Study:
     from torrential.records import fresh_directory
     from torrential.study.conduct import conduct
-    from torrential.study.directory import locked, open_directory
+    from torrential.study.directory import locked, open_directory, read_question
     from torrential.study.question import make_question
+    from torrential.study.results import STUDY
     from torrential.study.runner import Train
     from torrential.study.verdict import outlook
     from torrential.study.watch import Watching
 
-    question, task = make_question(asked, sys.argv)
+    kept = read_question(out).measured if out is not None and (out / STUDY).exists() else []
+    question, task = make_question(asked, sys.argv, kept)
     directory = out or fresh_directory(f"compare-{Path(question.task).stem}")
     onward = f"finished runs are kept; go on with: torrential compare --resume {directory}"
     with locked(directory):
@@ -232,7 +234,7 @@ def _compare(asked: Asked, out: Path | None, err: Console) -> Study:
         for line in outlook(question):
             err.print(line, highlight=False, soft_wrap=True)
         watching = Watching(question.metric, question.asked.target or 0.0, err)
-        train = Train(question.asked, task, watching)
+        train = Train(question, task, watching)
         try:
             return conduct(question, directory, train, watching)
         except RunFailed as error:

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from torrential.config import Settings
 from torrential.errors import BadInput
 from torrential.options import make
 from torrential.strategies import STRATEGIES
-from torrential.study.ask import Asked, Question, Spec, check_asked, grid, make_specs, with_values
+from torrential.study.ask import Asked, ComputeTime, Question, Spec, check_asked, grid, make_specs, with_values
+from torrential.study.measured import measure_compute_times, with_compute_time
 from torrential.task import Task
 from torrential.tasks import load_task
 from torrential.version import __version__
@@ -26,7 +28,8 @@ from torrential.worlds.sim.cluster import read_cluster
 CLOSE = 0.1  # how far the samples of an entry's interval may be off, as steps are whole
 
 
-def make_question(asked: Asked, command: list[str]) -> tuple[Question, Task]:
+def make_question(asked: Asked, command: list[str], measured: Sequence[ComputeTime] = ()) -> tuple[Question, Task]:
+    """`measured`: what a study that goes on has measured already."""
     check_asked(asked)
     task = load_task(asked.task)
     asked = msgspec.structs.replace(asked, target=task.target if asked.target is None else asked.target)
@@ -35,9 +38,10 @@ def make_question(asked: Asked, command: list[str]) -> tuple[Question, Task]:
     specs = make_specs(asked)
     jobs = [_check(asked, spec, task) for spec in specs]
     specs, interval = _same_rules(asked, specs, jobs)
-    for spec in specs:
-        for values in grid(asked.tune):
-            _check(asked, with_values(spec, values), task)
+    tuned = [with_values(spec, values) for spec in specs for values in grid(asked.tune)]
+    for spec in tuned:
+        _check(asked, spec, task)
+    requests = [request(asked, spec, task, asked.seed) for spec in (*specs, *tuned)]
     question = Question(
         torrential=__version__,
         digest=_digest(asked),
@@ -49,17 +53,18 @@ def make_question(asked: Asked, command: list[str]) -> tuple[Question, Task]:
         metric=task.metric_name,
         maximize=task.maximize,
         interval=interval,
+        measured=measure_compute_times(requests, jobs[0].config.device, measured),
     )
     return question, task
 
 
-def request(asked: Asked, spec: Spec, task: Task, seed: int) -> prepare.Request:
+def request(asked: Asked, spec: Spec, task: Task, seed: int, measured: Sequence[ComputeTime] = ()) -> prepare.Request:
     """One run of an entry."""
     options = {k: v for k, v in asked.set.items() if k != "evaluate_every"} | spec.options
     if spec.evaluate_every is not None:
         options["evaluate_every"] = str(spec.evaluate_every)
     served = spec.strategy in STRATEGIES and STRATEGIES[spec.strategy].served
-    return prepare.Request(
+    run = prepare.Request(
         task=task,
         source=asked.task,
         strategy=spec.strategy,
@@ -76,6 +81,7 @@ def request(asked: Asked, spec: Spec, task: Task, seed: int) -> prepare.Request:
         world=spec.world,
         cluster=spec.cluster or None,
     )
+    return with_compute_time(run, measured)
 
 
 def _check(asked: Asked, spec: Spec, task: Task) -> Job:

@@ -127,6 +127,7 @@ def _asked(directory: Path, question: Question) -> Study:
         maximize=question.maximize,
         interval=question.interval,
         asked=True,
+        measured=question.measured,
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torrential.records import Evaluation, Event, Manifest, Step, Summary
+from torrential.study.ask import ComputeTime
 
 STUDY = "study.json"
 DIVERGED = "diverged"  # the event that ends the records of a run whose loss was no number any more
@@ -125,3 +126,4 @@ class Study:
     maximize: bool = True  # whether more of the metric is better
     interval: int | None = None  # samples between two evaluations, as declared; None: an epoch
     asked: bool = False  # whether there is a study.json
+    measured: list[ComputeTime] = field(default_factory=list)  # for clusters that leave open how long a sample takes

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torrential import prepare, records, run
 from torrential.errors import Diverged
 from torrential.records import Event, RecordWriter, Step
-from torrential.study.ask import Asked
+from torrential.study.ask import Question
 from torrential.study.plan import Trial
 from torrential.study.question import request
 from torrential.study.results import DIVERGED
@@ -20,8 +20,8 @@ from torrential.worlds.local.warm import Warm
 class Train:
     """A Runner. Processes of all runs come from one that has torch loaded."""
 
-    def __init__(self, asked: Asked, task: Task, watching: Watching) -> None:
-        self._asked, self._task, self._watching = asked, task, watching
+    def __init__(self, question: Question, task: Task, watching: Watching) -> None:
+        self._question, self._task, self._watching = question, task, watching
         self._warm: Warm | None = None
 
     def close(self) -> None:
@@ -31,7 +31,8 @@ class Train:
     def __call__(self, trial: Trial) -> None:
         launch = self._launch() if trial.spec.world == "local" else None
         try:
-            asked = request(self._asked, trial.spec, self._task, trial.seed)
+            question = self._question
+            asked = request(question.asked, trial.spec, self._task, trial.seed, question.measured)
             if trial.values:  # test data is for what is reported
                 asked = replace(asked, options=asked.options | {"test": "false"})
             job = prepare.prepare(asked, trial.directory)

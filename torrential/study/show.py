@@ -156,6 +156,7 @@ def to_json(study: Study, verdict: Verdict, report: Path | None) -> str:
         "target": study.target,
         "trials": study.trials,
         "interval": study.interval,
+        "measured": study.measured,
         "result": not verdict.refused,
         "verdict": verdict.sentences,
         "rules": verdict.rules,

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torrential.progress import metric_value, number
 from torrential.study import statistics
-from torrential.study.ask import Question, grid
+from torrential.study.ask import ComputeTime, Question, grid
 from torrential.study.intervals import interval, observed, unevenly_evaluated
 from torrential.study.results import Entry, Study, unit_of_time
 from torrential.study.statistics import LEVEL, Difference, Spread, spread
@@ -105,14 +106,12 @@ def outlook(question: Question) -> list[str]:
     if tried := len(list(grid(asked.tune))):
         runs += f", after {entries * tried * asked.tune_trials} runs to tune {', '.join(asked.tune)}"
     needed = statistics.trials_needed(entries * (entries - 1) // 2) if entries > 1 else FEWEST
+    lines = [runs]
     if asked.trials < FEWEST:
-        return [runs, f"fewer than {FEWEST} trials are not a result"]
-    if asked.trials < needed:
-        return [
-            runs,
-            f"so few trials cannot show any difference between {entries} entries: it takes {needed} each",
-        ]
-    return [runs]
+        lines.append(f"fewer than {FEWEST} trials are not a result")
+    elif asked.trials < needed:
+        lines.append(f"so few trials cannot show any difference between {entries} entries: it takes {needed} each")
+    return lines + _measured(question.measured)
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -170,6 +169,20 @@ def _without_target(study: Study) -> str:
     return f"there is no target that all runs share, and so no time to it; {remedy}"
 
 
+def _measured(times: Sequence[ComputeTime]) -> list[str]:
+    """How long a sample takes where the cluster leaves that open."""
+    if not times:
+        return []
+    each = [f"{time.seconds_per_sample:g} s {_in_batches(time) if len(times) > 1 else ''}".strip() for time in times]
+    return [
+        f"a sample takes a simulated worker {_and(each)}, measured once, when the study was begun, for all its runs"
+    ]
+
+
+def _in_batches(time: ComputeTime) -> str:
+    return f"in batches of {time.batch_size}" + (f" with {time.threads} threads" if time.threads > 1 else "")
+
+
 def _rules(study: Study, pairs: list[Pair]) -> list[str]:
     when = "to be evaluated" if study.asked and unevenly_evaluated(study) else "evaluated"
     counted = "" if study.target is None else " to the parameters that got there"
@@ -178,6 +191,7 @@ def _rules(study: Study, pairs: list[Pair]) -> list[str]:
         rules.append(f"differences are tested by ranks (Mann-Whitney), Holm's correction for {len(pairs)} comparisons")
     elif pairs:
         rules.append("differences are tested by ranks (Mann-Whitney)")
+    rules += _measured(study.measured)
     if study.tuning:
         runs, seconds = cost(study)
         rules.append(

@@ -11,21 +11,19 @@ from typing import Protocol
 import torch
 
 from torrential.comm.protocol import SERVERS, role_name
-from torrential.data.batches import Batches
 from torrential.errors import RunFailed
 from torrential.optim.schedule import schedule_of
 from torrential.records import Event, Record, Step
 from torrential.server.role import Server
-from torrential.task import build_model
 from torrential.trainer.observer import Observer
 from torrential.trainer.served import ServedWorker
 from torrential.trainer.serving import ServerPlan
 from torrential.trainer.worker import Worker
-from torrential.usercode import calling
 from torrential.worlds.base import Job, Listener
 from torrential.worlds.failure import attributed, describe, failed
 from torrential.worlds.sim.cluster import Cluster, Fault
 from torrential.worlds.sim.comm import SimComm
+from torrential.worlds.sim.compute_time import measure_seconds_per_sample
 from torrential.worlds.sim.faults import Faults
 from torrential.worlds.sim.group import Group
 from torrential.worlds.sim.hands import Hands
@@ -37,7 +35,6 @@ from torrential.worlds.sim.trace import Trace
 from torrential.worlds.sim.views import Views
 
 TICK_SECONDS = 0.1  # real ones, between two looks of whoever watches
-MEASURED = 5  # batches, to find out how long one takes here
 YOUNG = 10_000  # objects before the youngest of them are looked through for garbage: messages are no garbage in cycles
 YOUNG_AND_EMPTY = 1_000_000  # the same where none of them can keep a tensor's memory
 
@@ -105,8 +102,13 @@ class _Run:
         self._observing = Observing(
             observer, self._write, job.evaluated, lambda error: self._kernel.failures.append(("observer", error))
         )
+        told = cluster.compute.seconds_per_sample
         with attributed("worker 0", job.directory):
-            self._seconds_per_sample = _seconds_per_sample(job, cluster, real)
+            self._seconds_per_sample = (
+                measure_seconds_per_sample(job.task, config.batch_size, real, config.settings.threads or 1)
+                if isinstance(told, str)
+                else told
+            )
         self._roles: dict[int, Role] = {}  # by address
         self._contexts: dict[str, Worker | ServedWorker] = {}  # of workers that are built, by the role's name
         self._lives: dict[int, int] = {}
@@ -126,7 +128,7 @@ class _Run:
 
     def simulate(self) -> None:
         if self._cluster.compute.seconds_per_sample == "measure":
-            detail = f"{self._seconds_per_sample:.3g} s per sample here; another time it may be another"
+            detail = f"{self._seconds_per_sample:g} s per sample here; another time it may be another"
             self._event("measured", None, detail)
         if self._config.settings.processes:
             self._hub.hands = Hands(self._config.settings.processes, self._job.task, self._config)
@@ -313,26 +315,3 @@ class _Run:
         self._write_record(record)
         self._listener.record(record)
         self._hub.stop = self._hub.stop or self._observing.reached
-
-
-def _seconds_per_sample(job: Job, cluster: Cluster, device: torch.device) -> float:
-    """As the cluster says, or as it is here."""
-    told = cluster.compute.seconds_per_sample
-    if not isinstance(told, str):
-        return told
-    model, data = build_model(job.task).to(device).train(), Batches(job.task.train, device)
-    count = min(job.config.batch_size, len(data))
-    inputs, targets = data.fetch(torch.arange(count))
-    times = []
-    for _ in range(MEASURED):
-        model.zero_grad()  # as before every batch of a worker; else gradients would be added up
-        began = time.perf_counter()
-        with calling("forward pass", job.task.model):
-            outputs = model(inputs)
-        with calling("loss"):
-            loss = job.task.loss(outputs, targets)
-        loss.backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return sorted(times)[MEASURED // 2] / count
