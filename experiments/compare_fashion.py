@@ -37,13 +37,14 @@ from torrential.run import planned_steps
 from torrential.study.ask import Asked, Question, make_specs
 from torrential.study.conduct import conduct
 from torrential.study.directory import locked, open_directory
+from torrential.study.outlook import outlook
 from torrential.study.plan import Trial
 from torrential.study.question import make_question, request
 from torrential.study.read import read_study
 from torrential.study.results import STUDY, Entry, Run, Study
 from torrential.study.runner import Train
 from torrential.study.show import show, to_json, write_csv
-from torrential.study.verdict import Row, Verdict, judge, outlook
+from torrential.study.verdict import Row, Verdict, judge
 from torrential.study.watch import Watching
 from torrential.task import Task
 from torrential.tasks import load_task

@@ -217,6 +217,27 @@ def train_again(config: dict[str, Any], out: Path) -> list[Any]:
     return [record for record in found.history if isinstance(record, Step | Evaluation)]
 
 
+def test_trials_until_it_is_decided(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One entry takes four times as long, which the first look shows."""
+    (tmp_path / "even.toml").write_text(CLUSTER)
+    args = ("digits-mlp", "--strategies", "allreduce,allreduce:slow=1:4", "--target", 0.7, "--trials", "auto")
+    out = tmp_path / "study"
+    command("compare", *args, "--cluster", tmp_path / "even.toml", "--out", out, "--json")
+    streams = capfd.readouterr()
+    told = json.loads(streams.out)
+    assert streams.err.splitlines()[1:3] == [
+        "2 entries, 5 to 20 trials each",
+        "trials are added until it is decided which is soonest; looked at after 5, 8, 13 and 20",
+    ]
+    assert (told["trials"], told["looks"], told["result"]) == (5, [5, 8, 13, 20], True)
+    assert told["verdict"][0].startswith("allreduce reached 70 % accuracy soonest (median ")
+    assert [entry["trials"] for entry in told["entries"]] == [5, 5] and told["pairs"][0]["differs"]
+    page = (out / "report.html").read_text()
+    assert "5 trials were made per entry" in page and "looks planned after 5, 8, 13 and 20" in page
+    message = refused("compare", *args[:-1], "5", "--cluster", tmp_path / "even.toml", "--out", out)
+    assert "trials: 20 there, 5 asked; auto: True there, False asked" in message
+
+
 def test_steps_that_are_a_large_part_of_an_epoch_count_by_what_they_take_on_average() -> None:
     """Of 1,350 samples, 64 workers with 16 each take 1,024 and then 326."""
     asked = Asked(
@@ -267,6 +288,20 @@ def test_test_data_is_read_once_in_each_run_that_is_reported_and_never_to_tune(t
         (("digits", "--strategies", "ssp", "--target", 0.9, "--tune", "lr=0.1,fast"), "lr must be a number"),
         (("digits", "--strategies", "ssp", "--target", 0.9, "--cluster", "moon"), "no cluster named 'moon'"),
         (("digits", "--strategies", "ssp", "--target", 0.9, "--world", "moon"), "no world named 'moon'"),
+        (
+            ("digits", "--strategies", "ssp,bsp", "--target", 0.9, "--trials", "many"),
+            "auto:N for at most N (given: 'many",
+        ),
+        (("digits", "--strategies", "ssp,bsp", "--target", 0.9, "--trials", "auto:x"), "(given: 'auto:x')"),
+        (
+            ("digits", "--strategies", "ssp,bsp", "--target", 0.9, "--trials", "0"),
+            "--trials must be at least 1 (given: 0)",
+        ),
+        (("digits", "--strategies", "ssp", "--target", 0.9, "--trials", "auto"), "told apart, and there is one"),
+        (
+            ("digits", "--strategies", "ssp,bsp,backup", "--target", 0.9, "--trials", "auto:5"),
+            "auto:5 cannot decide between 3 entries: the first look takes 6 trials each; use auto:6 or more",
+        ),
         (("--resume", "nowhere"), "nowhere holds no study"),
         (("digits", "--resume", "nowhere", "--trials", 3), "leave out --trials"),
         (
@@ -311,7 +346,7 @@ def test_a_report_of_a_directory_of_runs(tmp_path: Path, capfd: pytest.CaptureFi
     command("report", tmp_path, "--json", "--tensorboard")
     streams = capfd.readouterr()
     told = json.loads(streams.out)
-    assert told["verdict"][0] == "ssp reached 90 % accuracy soonest (2.150 s on average, 4 trials)"
+    assert told["verdict"][0] == "ssp reached 90 % accuracy soonest (median 2.150 s, 4 trials)"
     assert told["report"] == str(tmp_path / "report.html") and (tmp_path / "report.html").exists()
     assert "ssp reached 90 % accuracy soonest" in streams.err and f"report: {tmp_path}" in streams.err
     assert len((tmp_path / "trials.csv").read_text().splitlines()) == 9

@@ -147,8 +147,8 @@ def test_the_page_of_a_simulated_study_says_that_seconds_are_virtual() -> None:
         for run in entry.runs
     ]
     found = render(make_study([replace(entry, world="sim", runs=runs)], asked=True))
-    assert "mean ± sd, virtual s" in found.words and "all, virtual s" in found.words
-    assert "virtual s on average" in found.words
+    assert "median, virtual s" in found.words and "all, virtual s" in found.words
+    assert "(median " in found.words and " virtual s, 3 trials)" in found.words
     assert all(outcome(run) in found.words and outcome(run).endswith(" virtual s") for run in runs)
     assert "Torrential study: 1 entry, 3 trials each" in found.words
 
@@ -246,9 +246,10 @@ def test_a_band_is_where_all_trials_have_values() -> None:
     short = (np.array([2.0, 4.0]), np.array([0.4, 0.6]))
     found = series.band([long, short], [False, False], points=3)
     assert found is not None
-    grid, mean, sd = found
+    grid, median, low, high = found
     assert grid.tolist() == [2.0, 3.0, 4.0]
-    assert mean == pytest.approx([0.3, 0.4, 0.5]) and sd == pytest.approx([0.1 * 2**0.5] * 3)
+    assert median == pytest.approx([0.3, 0.4, 0.5])
+    assert median - low == pytest.approx([0.05] * 3) and high - median == pytest.approx([0.05] * 3)
     late = (np.array([11.0]), np.array([1.0]))
     assert series.band([long], [False]) is None and series.band([long, late], [False, True]) is None
 
@@ -262,7 +263,18 @@ def test_a_trial_that_arrived_keeps_its_last_value_and_no_other(arrived: list[bo
     assert found[1][1] == pytest.approx((end / 10 + 0.6) / 2)
 
 
-def test_a_trial_that_was_cut_off_is_drawn_and_in_no_mean() -> None:
+def test_the_thick_line_comes_to_the_target_when_half_of_the_trials_have() -> None:
+    """So it does at the median time, whatever one late trial does."""
+    arrives = [1.0, 2.0, 3.0, 4.0, 50.0]
+    curves = [(np.array([0.0, time - 1e-6, time]), np.array([0.5, 0.5, 0.9])) for time in arrives]
+    found = series.band(curves, [True] * 5, points=50_001)
+    assert found is not None
+    grid, median, low, _ = found
+    assert grid[np.argmax(median >= 0.9)] == pytest.approx(3.0, abs=0.01)
+    assert grid[np.argmax(low >= 0.9)] == pytest.approx(4.0, abs=0.01)
+
+
+def test_a_trial_that_was_cut_off_is_drawn_and_in_no_median() -> None:
     entry = make_entry("bsp", trials=3)
     cut = replace(entry, runs=[*entry.runs[:2], make_run("bsp-3", "bsp", 4, seed=3, best=0.5, seconds=2.0, cut=True)])
     whole, partly = (
@@ -374,7 +386,7 @@ def test_options_are_told_apart() -> None:
 def test_entries_have_their_numbers_beside_the_verdict(full: Page) -> None:
     study = full_study()
     table = tables.entries(study, judge(study))
-    assert table.head[:5] == ["entry", "reached", "mean ± sd, s", "median", "all, s"] and len(table.rows) == 5
+    assert table.head[:5] == ["entry", "reached", "median, s", "range", "all, s"] and len(table.rows) == 5
     assert all(cell in full.words for row in table.rows for cell in row)
     assert "Evaluated at intervals of the runs' own" in full.words
 

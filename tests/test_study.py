@@ -161,6 +161,73 @@ def test_killed_at_any_moment_nothing_is_repeated_and_nothing_lost(seed, tmp_pat
     conduct(what, tmp_path / "study", lambda trial: pytest.fail(f"{trial.title} was repeated"), Unseen())
 
 
+TIMES = {  # of two entries that are told apart after eight trials, and not after five
+    "allreduce": [2.1, 2.2, 2.3, 2.4, 2.5, 2.6, 2.7, 2.8],
+    "ssp": [1.1, 1.2, 1.3, 1.4, 2.45, 1.5, 1.6, 1.7],
+}
+
+
+def test_trials_are_added_until_it_is_decided(tmp_path):
+    what = question(trials=20, auto=True)
+    open_directory(tmp_path, what)
+    made: list[int] = []
+    seen: list[tuple[int, ...]] = []
+
+    def one(trial: Trial) -> None:
+        made.append(trial.number)
+        fake(trial, TIMES[trial.entry][trial.number - 1])
+
+    watch = Unseen()
+    watch.planned = lambda *of: seen.append(of)
+    watch.goes_on = lambda *of: seen.append(of)
+    found = conduct(what, tmp_path, one, watch)
+    assert made == sorted([*range(1, 9)] * 2) and seen == [(10, 0), (16, 5, 8)]
+    assert (found.trials, found.looks) == (8, [5, 8, 13, 20])
+    assert judge(found).sentences[0] == "ssp reached 90 % accuracy soonest (median 1.450 s, 8 trials)"
+    again = conduct(what, tmp_path, lambda trial: pytest.fail(f"{trial.title} was repeated"), Unseen())
+    assert judge(again).sentences == judge(found).sentences
+
+
+def test_trials_are_added_up_to_the_most_and_no_further(tmp_path):
+    alike = question(trials=9, auto=True)
+    open_directory(tmp_path, alike)
+    found = conduct(alike, tmp_path, lambda trial: fake(trial, 1 + trial.seed / 2**31), Unseen())
+    assert found.trials == 9 and [len(entry.finished) for entry in found.entries] == [9, 9]
+    assert "no difference seen" in judge(found).sentences[0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_trials_that_are_added_survive_kills(seed, tmp_path):
+    """Whenever it is killed, a study goes on to the same looks, makes no run twice and no run too many."""
+    random = Random(seed)
+    what = question(trials=20, auto=True)
+    open_directory(tmp_path, what)
+    kept: dict[Path, bytes] = {}
+
+    def maybe_killed() -> None:
+        if random.random() < 0.01:
+            raise Killed
+
+    def one(trial: Trial) -> None:
+        assert trial.directory not in kept
+        try:
+            fake(trial, TIMES[trial.entry][trial.number - 1], pause=maybe_killed)
+        finally:
+            if is_finished(trial.directory):
+                kept[trial.directory] = (trial.directory / records.RECORDS).read_bytes()
+
+    for calls in itertools.count(1):
+        assert calls < 500
+        with contextlib.suppress(Killed):
+            found = conduct(what, tmp_path, one, Unseen())
+            break
+        under_way = judge(read_study(tmp_path))
+        assert under_way.refused and under_way.pairs == []  # no verdict between two looks, nor at one that is undecided
+    assert calls > 3 and len(kept) == 16
+    assert all((place / records.RECORDS).read_bytes() == before for place, before in kept.items())
+    assert found.trials == 8 and not judge(found).refused and found.problems == []
+
+
 def test_a_run_whose_last_words_were_on_disk_when_it_was_killed_counts(tmp_path):
     what = question(trials=1)
     open_directory(tmp_path, what)

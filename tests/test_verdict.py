@@ -11,18 +11,19 @@ from made_up import EPOCH, TARGET, config, question, run, shown, study
 
 from torrential.records import Evaluation, Step
 from torrential.study.intervals import unevenly_evaluated
+from torrential.study.outlook import outlook
 from torrential.study.results import Entry, Study
-from torrential.study.show import columns, to_json
-from torrential.study.verdict import judge, outlook
+from torrential.study.show import cells, columns, to_json
+from torrential.study.verdict import in_order, is_settled, judge
 from torrential.study.watch import describe
 
 
 def test_a_winner_in_words():
     verdict = judge(study({"allreduce": [6, 7, 8, 9, 8.5], "ssp": [3, 4, 4.5, 5, 3.5]}))
-    assert verdict.sentences[0] == "ssp reached 90 % accuracy soonest (4.000 s on average, 5 trials)"
+    assert verdict.sentences[0] == "ssp reached 90 % accuracy soonest (median 4.000 s, 5 trials)"
     (pair,) = verdict.pairs
     assert verdict.sentences[1:] == [pair.sentence]
-    assert pair.sentence.startswith("ssp reached 90 % accuracy 1.93x sooner than allreduce (95 % CI 1.")
+    assert pair.sentence.startswith("ssp reached 90 % accuracy 2.0x sooner than allreduce (95 % CI 1.")
     assert pair.sentence.endswith(", 5 trials each)") and pair.differs and pair.p == pair.difference.p
     assert verdict.refused == [] and "once per epoch" in verdict.rules[0]
 
@@ -41,16 +42,97 @@ def test_who_is_like_the_soonest_need_not_be_like_one_another():
 def test_no_difference_in_words():
     verdict = judge(study({"a": [3, 4, 5, 6, 7], "b": [3.5, 4.5, 5.5, 6.5, 4.2], "c": [30, 40, 50, 60, 70]}))
     assert verdict.sentences[0] == "soonest to 90 % accuracy, with no difference seen between them: b and a"
-    assert any(line.startswith("no difference seen between b and a (b 1.03x sooner here") for line in verdict.sentences)
+    assert any(
+        line.startswith("no difference seen between b and a (a took 1.08x as long here, 95 % CI 0.")
+        for line in verdict.sentences
+    )
     assert any("Holm's correction for 3 comparisons" in rule for rule in verdict.rules)
+    assert any(rule.startswith("entries are ordered by their median times") for rule in verdict.rules)
     assert [pair.p for pair in verdict.pairs] == pytest.approx([1.0, 3 * 2 / 252, 3 * 2 / 252], abs=0.4)
+
+
+def test_the_soonest_is_the_one_with_the_smallest_median_as_the_test_is_by_ranks():
+    """One trial that took 8.96 s among values under 1 once made another entry the soonest."""
+    late, usual = [0.52, 0.61, 0.55, 0.58, 8.96, 0.57, 0.6], [0.81, 0.9, 0.78, 0.86, 0.83, 0.88, 0.79]
+    verdict = judge(study({"usual": usual, "late": late}))
+    assert verdict.sentences[0] == "late reached 90 % accuracy soonest (median 0.5800 s, 7 trials)"
+    (pair,) = verdict.pairs
+    assert pair.differs and pair.difference.low > 1 and pair.sentence.startswith("late reached 90 % accuracy 1.4")
+    assert cells(study({}), verdict.rows[1])[1:4] == ["7 of 7", "0.580", "0.520–8.96"]
+    assert in_order(verdict.rows) == [verdict.rows[1], verdict.rows[0]]
+
+
+def test_every_difference_that_is_told_is_one_by_the_test_and_the_other_way_round():
+    random = np.random.default_rng(5)
+    for _ in range(25):
+        times = {name: list(random.lognormal(shift, 0.3, 9)) for name, shift in (("a", 0), ("b", 0.35), ("c", 0.1))}
+        verdict = judge(study(times))
+        for pair in verdict.pairs:
+            assert pair.first.time.median <= pair.second.time.median
+            assert pair.differs == (pair.p <= 0.05) == (" sooner than " in pair.sentence)
+            assert pair.difference.low > 1 or not pair.differs
+        best = min(times, key=lambda name: np.median(times[name]))
+        assert f"{best} reached" in verdict.sentences[0] or f": {best}" in verdict.sentences[0]
+
+
+def test_medians_and_ranks_that_disagree_are_no_order():
+    a, b = [4.9 + i / 1000 for i in range(25)] + [100.0 + i for i in range(24)], [1.0 + i / 1000 for i in range(24)]
+    verdict = judge(study({"b": b + [5.0 + i / 1000 for i in range(25)], "a": a}))
+    (pair,) = verdict.pairs
+    assert pair.first.entry.name == "a" and pair.p <= 0.05 and pair.difference.sooner < 0.5 and not pair.differs
+    assert pair.sentence.startswith("no order between a, which is first by its median, and b, which is by ranks (p = ")
+    assert verdict.sentences[0] == "soonest to 90 % accuracy, with no difference seen between them: a and b"
+
+
+def crashing(found: Study, at: float) -> Study:
+    """The study on a cluster on which worker 2 crashes, and hosts are parted at once."""
+    faults = [{"kind": "crash", "worker": 2, "at": at}, {"kind": "partition", "hosts": [0, 1], "at": 0.0}]
+    for entry in found.entries:
+        for one in entry.runs:
+            one.manifest.config.update({"world": "sim", "cluster": {"faults": faults}})
+    return found
+
+
+def test_faults_that_came_too_late_for_some_trials_are_said():
+    times = {"a": [5.0, 5.1, 5.2, 13.0, 4.9], "b": [6.0, 6.1, 6.2, 6.3, 6.4]}
+    assert judge(crashing(study(times), 12.5)).sentences[-1] == (
+        "the crash of worker 2 at 12.50 virtual s struck in 1 of 10 trials (a 1 of 5, b 0 of 5); the others had ended "
+        "before"
+    )
+    assert judge(crashing(study(times), 20.0)).sentences[-1] == (
+        "the crash of worker 2 at 20.00 virtual s struck in none of 10 trials: all had ended before"
+    )
+    struck = judge(crashing(study(times), 4.0)).sentences
+    assert not any("struck" in line for line in struck)
+    missed = judge(crashing(study({"a": [None] * 3}), 9.5)).sentences  # they trained for ten seconds
+    assert not any("struck" in line for line in missed)
+    few = judge(crashing(study({"a": [1.0]}), 9.5)).sentences
+    assert few[0].startswith("not a result") and "struck in none of 1 trials" in few[-1]
+
+
+def test_trials_are_added_until_the_soonest_is_known():
+    looks = [5, 8, 13, 20]
+    clear = study({"a": [1.0, 1.1, 1.2, 1.3, 1.4], "b": [5.0, 5.1, 5.2, 5.3, 5.4]}, looks=looks)
+    verdict = judge(clear)
+    assert is_settled(clear) and verdict.sentences[0] == "a reached 90 % accuracy soonest (median 1.200 s, 5 trials)"
+    assert verdict.pairs[0].p == pytest.approx(4 * 2 / 252)  # for four looks
+    assert "looks planned after 5, 8, 13 and 20 of them; p-values are times 4" in " ".join(verdict.rules)
+    close = {"a": [1.0, 1.1, 1.2, 1.3, 1.9], "b": [1.4, 1.5, 1.6, 1.7, 1.8]}
+    assert judge(study(close)).refused == [] and not is_settled(study(close, looks=looks))
+    assert judge(study(close, looks=looks)).sentences == [
+        "not a result: undecided after 5 trials each, and up to 20 may be made; go on with: torrential compare "
+        "--resume nowhere"
+    ]
+    last = study(close, looks=[5])
+    assert is_settled(last) and "no difference seen" in judge(last).sentences[0]
+    assert is_settled(study({"a": [None] * 5, "b": [None] * 5}, looks=looks))  # more of the same would tell nothing
 
 
 def test_too_few_trials_to_tell():
     verdict = judge(study({"a": [1.0, 1.1, 1.2], "b": [5.0, 5.1, 5.2]}))
-    assert verdict.sentences[0].startswith("undecided: a was the soonest to 90 % accuracy here (1.100 s on average")
+    assert verdict.sentences[0].startswith("undecided: a was the soonest to 90 % accuracy here (median 1.100 s")
     assert verdict.sentences[0].endswith("it takes 4 each")
-    assert verdict.sentences[1].startswith("not enough trials to tell a from b (a 4.6x sooner here")
+    assert verdict.sentences[1].startswith("not enough trials to tell a from b (b took 4.6x as long here")
 
 
 def test_missed_runs_count_and_are_shown():
@@ -83,12 +165,12 @@ def simulated(found: Study) -> Study:
 
 def test_seconds_of_a_simulated_cluster_are_called_virtual():
     found = simulated(study({"a": [1.0] * 5, "b": [2.0] * 5}))
-    assert judge(found).sentences[0] == "a reached 90 % accuracy soonest (1.000 virtual s on average, 5 trials)"
+    assert judge(found).sentences[0] == "a reached 90 % accuracy soonest (median 1.000 virtual s, 5 trials)"
     text = shown(found)
-    assert "digits: virtual time to 90 % accuracy" in text and text.count("virtual s\n") + text.count("virtual s ") == 3
-    assert columns(found)[2] == "mean ± sd, virtual s" and columns(study({}))[2] == "mean ± sd, s"
+    assert "digits: virtual time to 90 % accuracy" in text and text.count("virtual s\n") + text.count("virtual s ") == 2
+    assert columns(found)[2] == "median, virtual s" and columns(study({}))[2] == "median, s"
     both = replace(found, entries=[found.entries[0], *study({"b": [2.0]}).entries])
-    assert columns(both)[2] == "mean ± sd, s (sim: virtual)" and "digits: time to" in shown(both)
+    assert columns(both)[2] == "median, s (sim: virtual)" and "digits: time to" in shown(both)
     one = run(config("a", world="sim"), 1.5)
     assert describe(one, "accuracy", TARGET).startswith("90 % accuracy after 1.500 virtual s")
 
@@ -223,6 +305,24 @@ def squeezed(evaluation: Evaluation) -> Evaluation:
 
 def test_what_can_be_known_before_the_first_run():
     assert outlook(question(trials=5)) == ["2 entries, 5 trials each"]
-    assert outlook(question(trials=2))[1] == "fewer than 3 trials are not a result"
-    assert "it takes 5 each" in outlook(question(strategies=["a,b,c"], trials=4))[1]
+    auto = ", or --trials auto to go on until it is decided"
+    assert outlook(question(trials=2)) == [
+        "2 entries, 2 trials each",
+        f"fewer than 3 trials are not a result (asked for: 2); use --trials 4{auto}",
+    ]
+    assert outlook(question(trials=3))[1] == (
+        "3 trials each cannot show a difference, whatever comes of them: the least p they can have is 0.1; "
+        f"use --trials 4{auto}"
+    )
+    four = question(strategies=["a,b,c,d"], trials=3)
+    assert outlook(four)[1] == (
+        "3 trials each cannot show a difference, whatever comes of them: the least p they can have is 0.6 after Holm's "
+        f"correction for 6 comparisons; use --trials 5{auto}"
+    )
+    assert outlook(question(strategies=["a,b,c,d"], trials=5)) == ["4 entries, 5 trials each"]
+    assert outlook(question(strategies=["a"], trials=2))[1].endswith("(asked for: 2); use --trials 3")
+    assert outlook(question(trials=20, auto=True)) == [
+        "2 entries, 5 to 20 trials each",
+        "trials are added until it is decided which is soonest; looked at after 5, 8, 13 and 20",
+    ]
     assert "after 4 runs to tune lr" in outlook(question(tune={"lr": ["1", "2"]}))[0]

@@ -44,8 +44,8 @@ def metric_curves(study: Study, against: str) -> Figure | None:
 
 
 def _curves(curves: list[tuple[Run, series.Curve]], key: Key, against: str) -> list[Trace]:
-    """All trials thin, the mean of those that ended thick with a band of one standard deviation; a single trial is
-    thick itself."""
+    """All trials thin, the median of those that ended thick with a band of the middle half; a single trial is thick
+    itself."""
     unit = " s" if against == "time" else " samples"
     hover = f"%{{y}} after %{{x:,.4~r}}{unit}<extra>{safe(key.name)}</extra>"
     common = {"type": "scatter", "meta": key.key, "name": safe(key.name), "hovertemplate": hover}
@@ -54,8 +54,8 @@ def _curves(curves: list[tuple[Run, series.Curve]], key: Key, against: str) -> l
     thick = {"color": key.colour, "width": 2.5, "dash": key.dash}
     traces: list[Trace] = []
     if summary is not None:
-        grid, mean, sd = summary
-        outline = {"x": short([*grid, *grid[::-1]]), "y": short([*(mean + sd), *(mean - sd)[::-1]])}
+        grid, middle, low, high = summary
+        outline = {"x": short([*grid, *grid[::-1]]), "y": short([*high, *low[::-1]])}
         fill = {"mode": "lines", "line": {"width": 0}, "fill": "toself", "fillcolor": key.colour + "2e"}
         traces.append(common | outline | fill | {"hoverinfo": "skip", "hovertemplate": None})
     for _, curve in curves:
@@ -65,7 +65,7 @@ def _curves(curves: list[tuple[Run, series.Curve]], key: Key, against: str) -> l
         look = {"mode": mode, "line": line, "marker": {"size": 5}, "opacity": 1.0 if len(curves) == 1 else 0.45}
         traces.append(common | {"x": short(x), "y": short(y)} | look)
     if summary is not None:
-        traces.append(common | {"mode": "lines", "x": short(grid), "y": short(mean), "line": thick})
+        traces.append(common | {"mode": "lines", "x": short(grid), "y": short(middle), "line": thick})
     return traces
 
 

@@ -26,7 +26,8 @@ from torrential.report.marks import Figure, Key, entry_keys, keys, unbroken
 from torrential.report.timeline import event_words, timeline, timeline_bins
 from torrential.study.results import Study
 from torrential.study.show import legend
-from torrential.study.verdict import FEWEST, judge
+from torrential.study.statistics import FEWEST
+from torrential.study.verdict import judge
 from torrential.version import __version__
 
 EVENTS_LISTED = 200  # of one trial
@@ -104,7 +105,7 @@ def figure_sections(study: Study, works: dict[int, series.Work]) -> list[Section
     groups = keys((name for name, _ in scaling.scaling_groups(study)), "s")
     target = "" if study.target is None else metric_value(study.metric, study.target)
     kept = "; a trial that has reached the target keeps its last value" if target else ""
-    bands = f"Thick: the mean over trials, with one standard deviation either way{kept}. Thin: trials."
+    bands = f"Thick: the median over trials, with the middle half of them around it{kept}. Thin: trials."
     found: list[tuple[str, str, str, dict[str, Figure | None], list[Key]]] = [
         ("time", f"{study.metric} against time", bands, {"against-time": figures.metric_curves(study, "time")}, items),
         ("samples", f"{study.metric} against samples", bands + " What is left when time does not count.",
@@ -120,8 +121,8 @@ def figure_sections(study: Study, works: dict[int, series.Work]) -> list[Section
          "How many updates by others came between a worker's read and its push, over all updates of all trials.",
          {"stale": figures.staleness(study, works)}, items),
         ("scaling", "More workers",
-         "Lines: medians of the trials shown as points, missed ones left out. Dotted: each worker worth as much as the "
-         "first ones.",
+         "Lines: medians of the trials shown as points, a miss being later than anything; none where that is a miss. "
+         "Dotted: each worker worth as much as the first ones.",
          {"scaling-time": scaling.scaling(study, "time"), "scaling-speed": scaling.scaling(study, "speed")}, groups),
     ]  # fmt: skip
     sections = []

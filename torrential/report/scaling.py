@@ -32,7 +32,8 @@ def scaling(study: Study, value: str) -> Figure | None:
     groups = scaling_groups(study)
     traces: list[Trace] = []
     for key, (_, entries) in zip(keys((name for name, _ in groups), "s"), groups, strict=True):
-        found = [(entry.workers, values) for entry in entries if (values := _values(entry, value))]
+        every = [(entry.workers, _values(entry, value)) for entry in entries]
+        found = [(workers, values) for workers, values in every if any(map(math.isfinite, values))]
         if found:
             traces += _scaling_traces(found, key, value)
     if not traces:
@@ -58,8 +59,10 @@ def _one_two_five(low: float, high: float) -> list[float]:
 
 
 def _values(entry: Entry, value: str) -> list[float]:
-    found = [run.time_to_target if value == "time" else samples_per_second(run) for run in entry.finished]
-    return [each for each in found if each is not None]
+    """Of its finished trials; a time that is missed is infinite."""
+    if value == "time":
+        return [math.inf if run.time_to_target is None else run.time_to_target for run in entry.finished]
+    return [speed for run in entry.finished if (speed := samples_per_second(run)) is not None]
 
 
 def _scaling_traces(found: list[tuple[int, list[float]]], key: Key, value: str) -> list[Trace]:
@@ -69,8 +72,9 @@ def _scaling_traces(found: list[tuple[int, list[float]]], key: Key, value: str) 
     line = {"color": key.colour, "dash": key.dash, "width": 2.5}
     workers = [count for count, _ in found]
     middles = [median(values) for _, values in found]
-    ideal = [middles[0] * ((workers[0] / n) if value == "time" else (n / workers[0])) for n in workers]
-    points = [(count, v) for count, values in found for v in values]
+    first, base = next(((n, m) for n, m in zip(workers, middles, strict=True) if math.isfinite(m)), (1, math.inf))
+    ideal = [base * ((first / n) if value == "time" else (n / first)) for n in workers]
+    points = [(count, v) for count, values in found for v in values if math.isfinite(v)]
     return [
         common | {"mode": "lines", "x": workers, "y": short(ideal), "hoverinfo": "skip", "opacity": 0.8,
                   "line": {"color": key.colour, "dash": "dot", "width": 1.5}},

@@ -104,11 +104,15 @@ def thin(curve: Curve, most: int) -> Curve:
     return x[chosen], y[chosen]
 
 
-def band(curves: Sequence[Curve], arrived: Sequence[bool], points: int = 200) -> tuple[Floats, Floats, Floats] | None:
-    """Grid, mean and standard deviation over curves, where all of them have values; None where they never do.
+def band(
+    curves: Sequence[Curve], arrived: Sequence[bool], points: int = 200
+) -> tuple[Floats, Floats, Floats, Floats] | None:
+    """Grid, median and quartiles (the lower, the upper) over curves, where all of them have values; None where they
+    never do.
 
-    A trial that has arrived at the target stops there, and keeps its last value. Outside of the span the mean would be
-    over whichever trials happened to last longest.
+    A trial that has arrived at the target stops there, and keeps its last value; so the median comes to the target when
+    half of the trials have, as the median time says. Outside of the span it would be over whichever trials happened to
+    last longest.
     """
     if len(curves) < 2:
         return None
@@ -118,7 +122,8 @@ def band(curves: Sequence[Curve], arrived: Sequence[bool], points: int = 200) ->
         return None
     grid = np.linspace(start, end, points)
     values = np.stack([np.interp(grid, x, y) for x, y in curves])
-    return grid, values.mean(axis=0), values.std(axis=0, ddof=1)
+    low, middle, high = np.quantile(values, [0.25, 0.5, 0.75], axis=0)
+    return grid, middle, low, high
 
 
 def seconds_spent(work: Work) -> dict[str, float]:

@@ -34,6 +34,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     strategies: list[str]
     target: float | None  # None: the task's own, until it is loaded
     trials: int
+    auto: bool = False  # whether trials are added until it is decided which entry is soonest; `trials` is the most
     workers: list[int]
     servers: int | None = None
     epochs: int | None = None

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 WriteReport = Callable[["Study", Path], None]
 WORKERS = "2"
-TRIALS = 5  # with which up to four entries can be told apart
+TRIALS = "5"  # with which up to four entries can be told apart
+MOST_TRIALS = 20  # of each entry, where trials are added until it is decided
 REPORT = "report.html"
 TENSORBOARD = "Write the runs as event files for TensorBoard, too."
 EXAMPLES = """Examples:\n
     torrential compare digits --strategies allreduce,downpour,ssp --target 0.97 --set slow=1:4\n
     torrential compare digits --strategies downpour:push_every=5+lr=0.02,ssp:staleness=3 --target 0.97 --workers 2,4\n
-    torrential compare my_task.py --strategies allreduce,ssp --target 0.9 --tune lr=0.01,0.03,0.1\n
+    torrential compare my_task.py --strategies allreduce,ssp --target 0.9 --tune lr=0.01,0.03,0.1 --trials auto\n
     torrential compare --resume runs/compare-digits-20260101-120000"""
 
 
@@ -59,7 +60,13 @@ def add(
         target: Annotated[
             float | None, typer.Option(help="The value of validation to reach; the task's own by default.")
         ] = None,
-        trials: Annotated[int | None, typer.Option(help=f"Runs of each entry; {TRIALS} by default.")] = None,
+        trials: Annotated[
+            str | None,
+            typer.Option(
+                help=f"Runs of each entry; {TRIALS} by default. auto: until it is decided which entry is soonest, at "
+                f"most {MOST_TRIALS}, or N with auto:N."
+            ),
+        ] = None,
         workers: Annotated[
             str | None, typer.Option(help=f"Worker processes, as in 2,4: each entry with each; {WORKERS} by default.")
         ] = None,
@@ -186,11 +193,13 @@ def _asked(task: str | None, given: dict[str, Any], options: dict[str, Any]) -> 
     def or_default(name: str, default: Any) -> Any:
         return default if given[name] is None else given[name]
 
+    most, auto = _trials(or_default("trials", TRIALS))
     return Asked(
         task=str(Path(task).absolute()) if ".py" in task else task,
         strategies=given["strategies"],
         target=given["target"],
-        trials=or_default("trials", TRIALS),
+        trials=most,
+        auto=auto,
         workers=_numbers(or_default("workers", WORKERS)),
         servers=given["servers"],
         epochs=given["epochs"],
@@ -207,6 +216,16 @@ def _asked(task: str | None, given: dict[str, Any], options: dict[str, Any]) -> 
     )
 
 
+def _trials(text: str) -> tuple[int, bool]:
+    """How many there are, and whether that is the most and fewer may do."""
+    word, _, most = text.strip().partition(":")
+    number = (most or str(MOST_TRIALS)) if word == "auto" else text
+    try:
+        return int(number), word == "auto"
+    except ValueError as error:
+        raise BadInput(f"--trials takes a number, auto, or auto:N for at most N (given: {text!r})") from error
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
@@ -218,10 +237,10 @@ def _compare(asked: Asked, out: Path | None, err: Console) -> Study:
     from torrential.records import fresh_directory
     from torrential.study.conduct import conduct
     from torrential.study.directory import locked, open_directory, read_question
+    from torrential.study.outlook import outlook
     from torrential.study.question import make_question
     from torrential.study.results import STUDY
     from torrential.study.runner import Train
-    from torrential.study.verdict import outlook
     from torrential.study.watch import Watching
 
     kept = read_question(out).measured if out is not None and (out / STUDY).exists() else []

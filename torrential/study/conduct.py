@@ -2,10 +2,14 @@
 
 The directories of the runs are all that is remembered. A run that ended, well or by diverging, is never repeated; one
 that was cut off is removed and started anew. So a study goes on when it is called again, however it was stopped.
+
+Where trials are added until it is decided which entry is soonest, that is looked at after planned numbers of them
+(plan.looks) and nowhere else. What a look says is a function of the runs, so a study that goes on comes to the same.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Sequence
@@ -16,9 +20,10 @@ from torrential import records
 from torrential.locks import lock_directory
 from torrential.records import Summary
 from torrential.study.ask import Question
-from torrential.study.plan import Trial, reported_trials, tuning_trials
+from torrential.study.plan import Trial, looks, reported_trials, tuning_trials
 from torrential.study.read import read_study
 from torrential.study.results import DIVERGED, Study
+from torrential.study.verdict import is_settled
 
 
 class Runner(Protocol):
@@ -31,6 +36,9 @@ class Watch(Protocol):
 
     def planned(self, runs: int, done: int) -> None: ...
 
+    def goes_on(self, runs: int, trials: int, more: int) -> None:
+        """It is undecided after so many trials of each entry, so more are made: as many of each, and runs in all."""
+
     def begins(self, trial: Trial) -> None: ...
 
     def ended(self, trial: Trial) -> None: ...
@@ -39,13 +47,20 @@ class Watch(Protocol):
 def conduct(question: Question, directory: Path, run: Runner, watch: Watch) -> Study:
     tuning = tuning_trials(question, directory)
     reported = reported_trials(question, directory, {})  # with the same directories, whatever tuning will choose
-    watch.planned(len(tuning) + len(reported), sum(is_finished(trial.directory) for trial in tuning + reported))
+    first = [*tuning, *(trial for trial in reported if trial.number <= looks(question)[0])]
+    watch.planned(len(first), sum(is_finished(trial.directory) for trial in first))
     _carry_out(tuning, run, watch)
     if tuning:
         chosen = {entry.name: entry.tuned for entry in read_study(directory).entries}
         reported = reported_trials(question, directory, chosen)
-    _carry_out(reported, run, watch)
-    return read_study(directory)
+    for before, trials in itertools.pairwise([0, *looks(question)]):
+        if before:
+            watch.goes_on(len(tuning) + trials * len(question.entries), before, trials)
+        _carry_out([trial for trial in reported if trial.number <= trials], run, watch)
+        study = read_study(directory)
+        if study.trials == trials and is_settled(study):  # of a study that goes on there may be later trials
+            return study
+    raise AssertionError("the last look settles a study")
 
 
 def _carry_out(trials: Sequence[Trial], run: Runner, watch: Watch) -> None:

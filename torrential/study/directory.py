@@ -18,7 +18,7 @@ from torrential.study.results import STUDY
 
 TRIALS_ARE_FIXED = (
     "; the number of trials is fixed before the first run, as adding some after a look at the verdict makes "
-    "differences by chance likelier"
+    "differences by chance likelier (--trials auto, from the beginning, allows for it)"
 )
 
 

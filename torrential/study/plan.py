@@ -7,11 +7,13 @@ hits all entries alike. Every run has a seed of its own.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from torrential.study import statistics
 from torrential.study.ask import Question, Spec, grid, slug, with_values
 
 RUNS = "runs"  # where those are that are reported
@@ -32,6 +34,17 @@ class Trial:
     def title(self) -> str:
         tried = " ".join(f"{name}={value}" for name, value in self.values.items())
         return f"{self.entry}, " + (f"tuning {tried}" if tried else f"trial {self.number}")
+
+
+def pairs_of(question: Question) -> int:
+    """How many comparisons there are between the entries."""
+    return math.comb(len(question.entries), 2)
+
+
+def looks(question: Question) -> list[int]:
+    """The numbers of trials after which it is looked whether there is an answer; one, unless trials are added."""
+    asked = question.asked
+    return statistics.looks(pairs_of(question), asked.trials) if asked.auto else [asked.trials]
 
 
 def seed_of(base: int, *key: object) -> int:

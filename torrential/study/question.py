@@ -17,6 +17,7 @@ from torrential.config import Settings
 from torrential.errors import BadInput
 from torrential.options import make
 from torrential.strategies import STRATEGIES
+from torrential.study import statistics
 from torrential.study.ask import Asked, ComputeTime, Question, Spec, check_asked, grid, make_specs, with_values
 from torrential.study.measured import measure_compute_times, with_compute_time
 from torrential.task import Task
@@ -36,6 +37,7 @@ def make_question(asked: Asked, command: list[str], measured: Sequence[ComputeTi
     if asked.target is None:
         raise BadInput(f"the task {task.name} has no target of its own; give one with --target")
     specs = make_specs(asked)
+    _check_auto(asked, len(specs))
     jobs = [_check(asked, spec, task) for spec in specs]
     specs, interval = _same_rules(asked, specs, jobs)
     tuned = [with_values(spec, values) for spec in specs for values in grid(asked.tune)]
@@ -56,6 +58,21 @@ def make_question(asked: Asked, command: list[str], measured: Sequence[ComputeTi
         measured=measure_compute_times(requests, jobs[0].config.device, measured),
     )
     return question, task
+
+
+def _check_auto(asked: Asked, entries: int) -> None:
+    """Refuse to add trials where no number of them, or not as many as there may be, can decide anything."""
+    pairs = math.comb(entries, 2)
+    if not asked.auto:
+        return
+    if not pairs:
+        raise BadInput("--trials auto ends when entries can be told apart, and there is one; name another, or a number")
+    if not statistics.looks(pairs, asked.trials):
+        needed = statistics.trials_needed(pairs, statistics.LEVEL / statistics.LOOKS)
+        raise BadInput(
+            f"--trials auto:{asked.trials} cannot decide between {entries} entries: the first look takes {needed} "
+            f"trials each; use auto:{needed} or more"
+        )
 
 
 def request(asked: Asked, spec: Spec, task: Task, seed: int, measured: Sequence[ComputeTime] = ()) -> prepare.Request:

@@ -19,7 +19,7 @@ from torrential.errors import BadInput
 from torrential.records import Evaluation, Event, Step, Summary
 from torrential.study.ask import Question, Spec, grid, own_options
 from torrential.study.directory import read_question
-from torrential.study.plan import RUNS, trial_directory, tuning_directory
+from torrential.study.plan import RUNS, looks, trial_directory, tuning_directory
 from torrential.study.results import STUDY, Entry, Run, Study
 from torrential.study.tuning import choose
 
@@ -119,7 +119,7 @@ def _asked(directory: Path, question: Question) -> Study:
         task=question.task,
         metric=question.metric,
         target=asked.target,
-        trials=asked.trials,
+        trials=_trials(entries, looks(question)),
         entries=entries,
         tuning=tuning,
         command=question.command,
@@ -127,8 +127,15 @@ def _asked(directory: Path, question: Question) -> Study:
         maximize=question.maximize,
         interval=question.interval,
         asked=True,
+        looks=looks(question) if asked.auto else [],
         measured=question.measured,
     )
+
+
+def _trials(entries: Sequence[Entry], looks: Sequence[int]) -> int:
+    """As many as were asked for; where trials are added, as many as the look needs that the last ones were made for."""
+    begun = max(len(entry.runs) for entry in entries)
+    return next((trials for trials in looks if trials >= begun), looks[-1])
 
 
 def _entry(spec: Spec, name: str, options: dict[str, Any], runs: list[Run]) -> Entry:

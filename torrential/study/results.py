@@ -118,7 +118,7 @@ class Study:
     task: str
     metric: str
     target: float | None
-    trials: int  # asked for, per entry
+    trials: int  # asked for, per entry; where trials are added, up to the look that comes next or was the last
     entries: list[Entry]
     tuning: list[Entry]  # one per entry and value tried
     command: list[str]  # that made it; empty for a plain directory
@@ -126,4 +126,5 @@ class Study:
     maximize: bool = True  # whether more of the metric is better
     interval: int | None = None  # samples between two evaluations, as declared; None: an epoch
     asked: bool = False  # whether there is a study.json
+    looks: list[int] = field(default_factory=list)  # where trials are added: the numbers after which it is looked
     measured: list[ComputeTime] = field(default_factory=list)  # for clusters that leave open how long a sample takes

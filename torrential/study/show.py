@@ -23,7 +23,7 @@ from torrential.study.results import Entry, Run, Study, unit_of_time
 from torrential.study.statistics import Spread
 from torrential.study.verdict import MISSES, Pair, Row, Verdict
 
-DISPENSABLE = ("options", "all", "worker-s", "sent", "median")  # left out in this order where the table is too wide
+DISPENSABLE = ("options", "all", "worker-s", "sent", "range")  # left out in this order where the table is too wide
 NAME = 12  # characters of an entry's name that have room in any case
 TRIALS = "trials.csv"
 
@@ -89,45 +89,50 @@ def columns(study: Study) -> list[str]:
     s, value = _unit(study), f"test {study.metric}"
     if study.target is None:
         return ["entry", "ended", f"trained, {s}", value, "options"]
-    times = ["reached", f"mean ± sd, {s}", "median", f"all, {s}"]
+    times = ["reached", f"median, {s}", "range", f"all, {s}"]
     return ["entry", *times, "worker-s", "sent", value, "options"]
 
 
 def legend(study: Study, verdict: Verdict, left_out: Sequence[str] = ()) -> str:
     sums = [] if study.target is None else [name for name in ("worker-s", "sent") if name not in left_out]
-    words = [f"{', '.join(sums)}: by workers until the target, on average"] if sums else []
+    words = [f"{', '.join(sums)}: by workers until the target, medians"] if sums else []
+    if study.target is None:
+        words.append("trained: the median")
+    words.append(f"test {study.metric}: mean ± standard deviation")
     if "options" not in left_out:
         words.append("options: that were set for the entry")
-    if any(row.missed >= MISSES and row.reached for row in verdict.rows):
+    if any(row.missed >= MISSES and math.isfinite(row.time.median) for row in verdict.rows):
         words.append(f"*: {MISSES} or more missed, so these times are no result")
     return "; ".join(words)
 
 
 def cells(study: Study, row: Row) -> list[str]:
-    star = "*" if row.missed >= MISSES and row.reached else ""
+    star = "*" if row.missed >= MISSES and math.isfinite(row.time.median) else ""
     times = [_short(time) if math.isfinite(time) else "missed" for time in row.times]
     tuned = "".join(f" {name}={value}" for name, value in row.entry.tuned.items())
     name = row.entry.name + (f" (tuned:{tuned})" if tuned else "")
     value, options = _metric_spread(study.metric, row.value), str(row.options)
     if study.target is None:
-        return [name, f"{row.trials} of {len(row.entry.runs)}", _mean_sd(row.seconds), value, options]
+        return [name, f"{row.trials} of {len(row.entry.runs)}", _or_dash(row.seconds.median), value, options]
     return [
         name,
         f"{row.reached} of {row.trials}",
-        _mean_sd(row.time) + star,
-        _or_dash(row.time.median),
+        _or_dash(row.time.median) + star,
+        _range(row.times),
         " ".join(times) if row.reached else "all missed" if times else "–",
-        _or_dash(row.worker_seconds.mean),
-        byte_count(row.bytes_sent.mean) if row.bytes_sent.count else "–",
+        _or_dash(row.worker_seconds.median),
+        byte_count(row.bytes_sent.median) if math.isfinite(row.bytes_sent.median) else "–",
         value,
         options,
     ]
 
 
-def _mean_sd(of: Spread) -> str:
-    if not of.count:
+def _range(times: Sequence[float]) -> str:
+    """The least and the most; a miss is the most."""
+    if not times or not math.isfinite(min(times)):
         return "–"
-    return _short(of.mean) + ("" if math.isnan(of.sd) else f" ± {_short(of.sd)}")
+    most = _short(max(times)) if math.isfinite(max(times)) else "missed"
+    return f"{_short(min(times))}–{most}" if len(times) > 1 else _short(min(times))
 
 
 def _metric_spread(metric: str, of: Spread) -> str:
@@ -155,6 +160,7 @@ def to_json(study: Study, verdict: Verdict, report: Path | None) -> str:
         "metric": study.metric,
         "target": study.target,
         "trials": study.trials,
+        "looks": study.looks,
         "interval": study.interval,
         "measured": study.measured,
         "result": not verdict.refused,
@@ -203,7 +209,7 @@ def _pair(pair: Pair) -> dict[str, Any]:
         "ratio": pair.difference.ratio,
         "low": pair.difference.low,
         "high": pair.difference.high,
-        "of": pair.difference.of,
+        "sooner": pair.difference.sooner,
         "p": pair.difference.p,
         "p_holm": pair.p,
         "differs": pair.differs,

@@ -2,11 +2,16 @@
 
 A run that missed the target has no time; here it is infinite, which puts it behind all that reached it.
 
-The test is Mann and Whitney's: it looks at ranks only, so a missed run needs no made-up time. Its p-values are exact,
-ties included: all ways to deal the ranks to the two are counted. The interval is a percentile bootstrap of the ratio
-of means, or of medians if a run missed, made wider for few trials (Hesterberg 2015): of 600 pairs of lognormal samples
-with a known ratio it covered that in 90 % with 3 trials and 93-95 % with 4 or more, the plain one in 77-88 % with 3 to
-5.
+One test decides, and all that is said goes with it. The test is Mann and Whitney's: it looks at ranks only, so a missed
+run needs no made-up time, and one that took ten times as long as the others weighs no more than any late one. Its
+p-values are exact, ties included: all ways to deal the ranks to the two are counted. How many times sooner one is than
+the other is the median of the ratios between any trial of the one and any of the other, and the interval is made of the
+ratios that the test does not reject (Hodges and Lehmann), so it leaves out 1 where the test sees a difference.
+
+Trials may be added until a difference is seen, if the looks are planned: there are at most LOOKS of them, and each
+has an equal share of LEVEL. The chance that any look finds a difference that is not there is then at most LEVEL,
+whenever the trials end: 3.2 % of 10,000 pairs that were alike, and 1.3 % of 3,000 studies of four entries. With all of
+LEVEL at each of four looks it was 11.9 % of the pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEVEL = 0.05
-RESAMPLES = 10_000
+FEWEST = 3  # trials that make a result
+LOOKS = 4  # at most, where trials are added until a difference is seen
 
 Samples = NDArray[np.float64]
 
@@ -49,26 +55,26 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Difference:
-    """How many times sooner the first is than the second; NaN where that cannot be said."""
+    """How many times sooner the first is than the second; infinite where most of the second missed."""
 
     ratio: float
-    low: float  # of the 95 % interval
+    low: float  # of the interval that goes with the test
     high: float
     p: float
-    of: str  # "means" or "medians"
+    sooner: float  # the share of pairs of trials, one of each, in which the first was sooner; equal ones count half
 
 
-def compare(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Difference:
-    a, b = np.asarray(first, float), np.asarray(second, float)
-    of = "means" if np.isfinite(a).all() and np.isfinite(b).all() else "medians"
-    low, high = interval(a, b, of, seed)
-    return Difference(_ratio(_middle(a, of), _middle(b, of)).item(), low, high, p_value(a, b), of)
+def compare(first: Sequence[float], second: Sequence[float], level: float = LEVEL) -> Difference:
+    ratios = _ratios(first, second)
+    low, high = interval(first, second, level)
+    sooner = float((ratios > 1).mean() + (ratios == 1).mean() / 2)
+    return Difference(float(np.median(ratios)), low, high, p_value(first, second), sooner)
 
 
-def p_value(first: Sequence[float] | Samples, second: Sequence[float] | Samples) -> float:
+def p_value(first: Sequence[float], second: Sequence[float]) -> float:
     """Two-sided, of the hypothesis that neither tends to be sooner."""
     ranks = doubled_ranks([*first, *second])
-    ways = ways_to_sum(ranks, len(first))
+    ways = ways_to_sum(tuple(sorted(ranks)), len(first))
     mine = sum(ranks[: len(first)])
     tail = min(ways[: mine + 1].sum(), ways[mine:].sum()) / ways.sum()
     return min(1.0, 2 * float(tail))
@@ -80,8 +86,9 @@ def doubled_ranks(values: Sequence[float]) -> list[int]:
     return [bisect_left(ordered, value) + bisect_right(ordered, value) + 1 for value in values]
 
 
-def ways_to_sum(numbers: Sequence[int], chosen: int) -> Samples:
-    """In how many ways so many of the numbers add up to 0, 1, 2, ..."""
+@functools.lru_cache(maxsize=64)
+def ways_to_sum(numbers: tuple[int, ...], chosen: int) -> Samples:
+    """In how many ways so many of the numbers add up to 0, 1, 2, ...; not to be changed, as it is kept."""
     ways: Samples = np.zeros((chosen + 1, sum(numbers) + 1))  # by how many were chosen
     ways[0, 0] = 1
     for number in numbers:
@@ -95,12 +102,20 @@ def least_p(first: int, second: int) -> float:
     return 2 / math.comb(first + second, first)
 
 
-def trials_needed(pairs: int) -> int:
+def trials_needed(pairs: int, level: float = LEVEL) -> int:
     """For each entry, so that any of so many comparisons can show a difference at all."""
     trials = 2
-    while least_p(trials, trials) * pairs > LEVEL:
+    while least_p(trials, trials) * pairs > level:
         trials += 1
     return trials
+
+
+def looks(pairs: int, most: int) -> list[int]:
+    """The numbers of trials after which so many comparisons are made: from the first that can show a difference to the
+    most, by equal factors. Empty: the most are too few for any."""
+    first = trials_needed(pairs, LEVEL / LOOKS)
+    steps = (round(first * (most / first) ** (number / (LOOKS - 1))) for number in range(LOOKS))
+    return sorted(set(steps)) if first <= most else []
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -112,34 +127,28 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def interval(
-    first: Sequence[float] | Samples, second: Sequence[float] | Samples, of: str, seed: int = 0
-) -> tuple[float, float]:
-    """Of the ratio second / first; (0, inf) for a single trial."""
-    a, b = np.asarray(first, float), np.asarray(second, float)
-    if min(len(a), len(b)) < 2:
-        return 0.0, math.inf
-    random = np.random.default_rng(seed)
-    middles = (_middle(x[random.integers(0, len(x), (RESAMPLES, len(x)))], of) for x in (a, b))
-    ratios = np.sort(_ratio(*middles))
-    tail = tail_share(min(len(a), len(b)))
-    return ratios[math.floor(tail * (RESAMPLES - 1))].item(), ratios[math.ceil((1 - tail) * (RESAMPLES - 1))].item()
+def corrected(p_values: Sequence[float], looks: int) -> list[float]:
+    """After Holm for being several, and for being looked at up to so many times."""
+    return [min(1.0, looks * p) for p in holm(p_values)]
+
+
+def interval(first: Sequence[float], second: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
+    """Of the ratio second / first, with a confidence of at least 1 - level; (0, inf) where there are too few trials."""
+    ratios, rejected = _ratios(first, second), _largest_rejected(len(first), len(second), level)
+    return (0.0, math.inf) if rejected is None else (float(ratios[rejected]), float(ratios[-rejected - 1]))
 
 
 @functools.cache
-def tail_share(trials: int) -> float:
-    """What is cut off on either side: less than a fortieth, as the bootstrap's spread is too small for few trials."""
-    from scipy import special  # its stats take a second to load
-
-    wider = math.sqrt(trials / (trials - 1)) * special.stdtrit(2 * (trials - 1), 1 - LEVEL / 2)
-    return float(special.ndtr(-wider))
-
-
-def _middle(values: Samples, of: str) -> Samples:
-    return values.mean(axis=-1) if of == "means" else np.median(values, axis=-1)
+def _largest_rejected(first: int, second: int, level: float) -> int | None:
+    """In how many of all pairs the first may be later for the test still to see that it is sooner; None: it never does.
+    Without ties; with some, the interval is a little too wide."""
+    ways = ways_to_sum(tuple(range(1, first + second + 1)), first)[first * (first + 1) // 2 :]
+    rejected = np.flatnonzero(2 * ways.cumsum() / ways.sum() <= level)
+    return int(rejected[-1]) if len(rejected) else None
 
 
-def _ratio(first: Samples, second: Samples) -> Samples:
-    """second / first, where both may be infinite: then neither is sooner."""
-    both = np.isinf(first) & np.isinf(second)
-    return np.where(both, 1.0, second / np.where(both, 1.0, first))
+def _ratios(first: Sequence[float], second: Sequence[float]) -> Samples:
+    """second / first of all pairs, in ascending order; 1 where both are infinite, as then neither is sooner."""
+    a, b = np.meshgrid(np.asarray(first, float), np.asarray(second, float))
+    same = a == b
+    return np.sort(np.where(same, 1.0, b / np.where(same, 1.0, a)).ravel())

@@ -1,26 +1,28 @@
 """What a study says, in numbers and in words, and what it may not say.
 
 The rules, after MLPerf's: time to the target is the measure; all trials count, missed ones too, and never the best of
-several; fewer than three are not a result; nor is a mean time of which two runs are missing; all entries are
-evaluated at one interval, which is shown (study/intervals.py).
+several; fewer than three are not a result; nor is the time of an entry of which two runs missed; all entries are
+evaluated at one interval, which is shown (study/intervals.py). Entries are ordered by their median times, which a
+single late run does not move, and told apart by ranks (study/statistics.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 from torrential.progress import metric_value, number
 from torrential.study import statistics
-from torrential.study.ask import ComputeTime, Question, grid
+from torrential.study.faults import late_faults
 from torrential.study.intervals import interval, observed, unevenly_evaluated
+from torrential.study.outlook import measured
 from torrential.study.results import Entry, Study, unit_of_time
-from torrential.study.statistics import LEVEL, Difference, Spread, spread
+from torrential.study.statistics import FEWEST, LEVEL, LOOKS, Difference, Spread, doubled_ranks, spread
 from torrential.study.tuning import at_the_edge, best_value, cost
+from torrential.study.words import both, count
 
-FEWEST = 3  # trials that make a result
 MISSES = 2  # from which on the times of an entry are no result
 MANY_PAIRS = 6  # with more, words are about the soonest against the others
 
@@ -53,12 +55,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two entries compared; `first` is the one that was sooner here."""
+    """Two entries compared; `first` is the one with the smaller median time."""
 
     first: Row
     second: Row
     difference: Difference
-    p: float  # after Holm's correction for all pairs of the study
+    p: float  # corrected for all pairs of the study, after Holm, and for its looks
     sentence: str = ""
 
     @property
@@ -68,7 +70,9 @@ class Pair:
 
     @property
     def differs(self) -> bool:
-        return self.p <= LEVEL and (not self.quotable or self.difference.low > 1)
+        """Whether the first is sooner than the second by the test, and not only in the median."""
+        of = self.difference
+        return self.p <= LEVEL and (of.low > 1 if self.quotable else of.sooner > 0.5)
 
 
 @dataclass(frozen=True)
@@ -84,34 +88,29 @@ def judge(study: Study) -> Verdict:
     rows = [_row(entry) for entry in study.entries]
     refused = _refused(study, rows)
     pairs = [] if refused else _pairs(study, rows)
+    if not refused and not _is_settled(study, rows, pairs):
+        refused, pairs = [_undecided(study)], []
     if not refused:
-        sentences = [_answer(study, rows, pairs), *(pair.sentence for pair in _worth_saying(rows, pairs))]
+        sentences = [_answer(study, rows, pairs), *(pair.sentence for pair in _worth_saying(study, rows, pairs))]
     else:
         sentences = [f"not a result: {why}" for why in refused]
         if study.target is not None and any(row.trials for row in rows) and not any(row.reached for row in rows):
             sentences.append(_nobody(study))
-    return Verdict(rows, pairs, sentences, _rules(study, pairs), refused)
+    return Verdict(rows, pairs, sentences + late_faults(study), _rules(study, pairs), refused)
 
 
-def verdict_sentences(study: Study) -> list[str]:
-    """The answer, and the rules under which it was found."""
-    verdict = judge(study)
-    return verdict.sentences + verdict.rules
+def is_settled(study: Study) -> bool:
+    """Whether more trials are of no use: it is decided which entry is soonest, or there are as many as there may be, or
+    none can help."""
+    rows = [_row(entry) for entry in study.entries]
+    return bool(_refused(study, rows)) or _is_settled(study, rows, _pairs(study, rows))
 
 
-def outlook(question: Question) -> list[str]:
-    """What can be known before the first run."""
-    asked, entries = question.asked, len(question.entries)
-    runs = f"{entries} entr{'y' if entries == 1 else 'ies'}, {_count(asked.trials, 'trial')} each"
-    if tried := len(list(grid(asked.tune))):
-        runs += f", after {entries * tried * asked.tune_trials} runs to tune {', '.join(asked.tune)}"
-    needed = statistics.trials_needed(entries * (entries - 1) // 2) if entries > 1 else FEWEST
-    lines = [runs]
-    if asked.trials < FEWEST:
-        lines.append(f"fewer than {FEWEST} trials are not a result")
-    elif asked.trials < needed:
-        lines.append(f"so few trials cannot show any difference between {entries} entries: it takes {needed} each")
-    return lines + _measured(question.measured)
+def _is_settled(study: Study, rows: list[Row], pairs: list[Pair]) -> bool:
+    if not study.looks or study.trials == study.looks[-1]:
+        return True
+    best = soonest(rows)
+    return best is None or not best.reached or not _rivals(best, pairs)
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -136,13 +135,37 @@ def _row(entry: Entry) -> Row:
 
 def _pairs(study: Study, rows: list[Row]) -> list[Pair]:
     found = []
-    for first, second in itertools.combinations([row for row in rows if row.trials], 2):
-        if soonest([first, second]) is second:
-            first, second = second, first
-        found.append((first, second, statistics.compare(first.times, second.times)))
-    adjusted = statistics.holm([difference.p for _, _, difference in found])
-    pairs = [Pair(*of, p) for of, p in zip(found, adjusted, strict=True)]
-    return [Pair(p.first, p.second, p.difference, p.p, _sentence(study, p, len(pairs))) for p in pairs]
+    places = {id(row): place for place, row in enumerate(in_order(rows))}
+    looks = _looks(study)
+    for two in itertools.combinations([row for row in rows if row.trials], 2):
+        first, second = sorted(two, key=lambda row: places[id(row)])
+        found.append((first, second, statistics.compare(first.times, second.times, LEVEL / looks)))
+    corrected = statistics.corrected([difference.p for _, _, difference in found], looks)
+    pairs = [Pair(*of, p) for of, p in zip(found, corrected, strict=True)]
+    return [replace(pair, sentence=_sentence(study, pair, looks * len(pairs))) for pair in pairs]
+
+
+def _looks(study: Study) -> int:
+    """By which p-values are corrected: how often it may be looked whether there is an answer."""
+    return LOOKS if study.looks else 1
+
+
+def in_order(rows: list[Row]) -> list[Row]:
+    """Those with trials, the soonest first: by the median time, a miss being later than any; of equals the one that
+    missed less, or whose trials rank lower among all."""
+    tried = [row for row in rows if row.trials]
+    ranks = iter(doubled_ranks([time for row in tried for time in row.times]))
+    mean_ranks = {id(row): fmean(itertools.islice(ranks, row.trials)) for row in tried}
+    return sorted(tried, key=lambda row: (row.time.median, row.missed, mean_ranks[id(row)]))
+
+
+def soonest(rows: list[Row]) -> Row | None:
+    return next(iter(in_order(rows)), None)
+
+
+def _rivals(best: Row, pairs: list[Pair]) -> list[Row]:
+    """Entries that may be as soon as the one with the smallest median."""
+    return [_other(pair, best) for pair in pairs if best in (pair.first, pair.second) and not pair.differs]
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
@@ -153,9 +176,9 @@ def _refused(study: Study, rows: list[Row]) -> list[str]:
     why = []
     none = [row.entry.name for row in rows if not row.trials]
     if none and not study.asked:
-        why.append(f"no run of {_and(none)} has come to its end")
+        why.append(f"no run of {both(none)} has come to its end")
     elif study.trials < FEWEST:
-        why.append(f"{_count(study.trials, 'trial')} each, and at least {FEWEST} are needed")
+        why.append(f"{count(study.trials, 'trial')} each, and at least {FEWEST} are needed")
     behind = [f"{row.entry.name} {row.trials}" for row in rows if row.trials < study.trials]
     if behind:
         why.append(f"of {study.trials} trials each, some are not done ({', '.join(behind)})")
@@ -169,29 +192,24 @@ def _without_target(study: Study) -> str:
     return f"there is no target that all runs share, and so no time to it; {remedy}"
 
 
-def _measured(times: Sequence[ComputeTime]) -> list[str]:
-    """How long a sample takes where the cluster leaves that open."""
-    if not times:
-        return []
-    each = [f"{time.seconds_per_sample:g} s {_in_batches(time) if len(times) > 1 else ''}".strip() for time in times]
-    return [
-        f"a sample takes a simulated worker {_and(each)}, measured once, when the study was begun, for all its runs"
-    ]
-
-
-def _in_batches(time: ComputeTime) -> str:
-    return f"in batches of {time.batch_size}" + (f" with {time.threads} threads" if time.threads > 1 else "")
-
-
 def _rules(study: Study, pairs: list[Pair]) -> list[str]:
     when = "to be evaluated" if study.asked and unevenly_evaluated(study) else "evaluated"
     counted = "" if study.target is None else " to the parameters that got there"
     rules = [f"{when} {interval(study)}; time counts from the first touch of data{counted}"]
-    if len(pairs) > 1:
-        rules.append(f"differences are tested by ranks (Mann-Whitney), Holm's correction for {len(pairs)} comparisons")
-    elif pairs:
-        rules.append("differences are tested by ranks (Mann-Whitney)")
-    rules += _measured(study.measured)
+    if pairs:
+        several = f", Holm's correction for {len(pairs)} comparisons" if len(pairs) > 1 else ""
+        rules.append(
+            "entries are ordered by their median times, a miss being later than any time, and differences are tested "
+            f"by ranks (Mann-Whitney{several}); how many times sooner is the median over all pairs of trials, with the "
+            "interval of that test"
+        )
+    if study.looks:
+        rules.append(
+            "trials were added until it was decided which entry is soonest, with looks planned after "
+            f"{both([str(trials) for trials in study.looks])} of them; p-values are times {LOOKS}, and intervals are "
+            "wider, so that looking often finds no more differences by chance than one look would"
+        )
+    rules += measured(study.measured)
     if study.tuning:
         runs, seconds = cost(study)
         rules.append(
@@ -209,35 +227,42 @@ def _answer(study: Study, rows: list[Row], pairs: list[Pair]) -> str:
     target, best = _target(study), soonest(rows)
     if best is None or not best.reached:
         return _nobody(study)
-    trials = _count(best.trials, "trial")
-    average = f"{_seconds(best)} on average, {trials}"
+    trials = count(best.trials, "trial")
+    time = f"median {_seconds(best)}, {trials}"
     if best.missed >= MISSES:
-        average = f"{best.missed} of {trials} missed it, so there is no time to report"
+        time = f"{best.missed} of {trials} missed it, so there is no time to report"
     elif best.missed:
-        average = f"{_seconds(best)} on average of {best.reached} that reached it, {trials}"
+        time = f"median {_seconds(best)}, {best.missed} of {trials} missed it"
     if len(rows) == 1:
-        return f"{best.entry.name} reached {target} in {best.reached} of {trials} ({average})"
-    rivals = [_other(pair, best) for pair in pairs if best in (pair.first, pair.second) and not pair.differs]
+        return f"{best.entry.name} reached {target} in {best.reached} of {trials} ({time})"
+    rivals = _rivals(best, pairs)
     if not rivals:
-        return f"{best.entry.name} reached {target} soonest ({average})"
-    if not _can_tell(pairs):
-        return f"undecided: {best.entry.name} was the soonest to {target} here ({average}), but {_too_few(pairs)}"
+        return f"{best.entry.name} reached {target} soonest ({time})"
+    if not _can_tell(study, pairs):
+        return f"undecided: {best.entry.name} was the soonest to {target} here ({time}), but {_too_few(pairs)}"
     there = [row.entry.name for row in rivals if row.reached]
     never = [row.entry.name for row in rivals if not row.reached]
-    chance = f"; {_and(never)} never reached it, which may be chance" if never else ""
+    chance = f"; {both(never)} never reached it, which may be chance" if never else ""
     if not there:
-        return f"{best.entry.name} was the soonest to {target} here ({average}){chance}"
+        return f"{best.entry.name} was the soonest to {target} here ({time}){chance}"
     if any(pair.differs and {pair.first.entry.name, pair.second.entry.name} <= set(there) for pair in pairs):
-        return f"soonest to {target}: {best.entry.name}, with no difference seen between it and {_and(there)}{chance}"
-    return f"soonest to {target}, with no difference seen between them: {_and([best.entry.name, *there])}{chance}"
+        return f"soonest to {target}: {best.entry.name}, with no difference seen between it and {both(there)}{chance}"
+    return f"soonest to {target}, with no difference seen between them: {both([best.entry.name, *there])}{chance}"
 
 
 def _seconds(row: Row) -> str:
-    return f"{number(row.time.mean)} {unit_of_time(row.entry.world)}"
+    return f"{number(row.time.median)} {unit_of_time(row.entry.world)}"
 
 
 def _nobody(study: Study) -> str:
     return f"nobody reached {_target(study)}{_nearest(study)}"
+
+
+def _undecided(study: Study) -> str:
+    return (
+        f"undecided after {count(study.trials, 'trial')} each, and up to {study.looks[-1]} may be made; "
+        f"go on with: torrential compare --resume {study.directory}"
+    )
 
 
 def _nearest(study: Study) -> str:
@@ -254,21 +279,11 @@ def _nearest(study: Study) -> str:
     return f"; nearest on validation data: {metric_value(study.metric, value)}, by {name}"
 
 
-def soonest(rows: list[Row]) -> Row | None:
-    """By the mean; where a run has no time, by the median."""
-    tried = [row for row in rows if row.trials]
-    by_median = any(row.missed for row in tried)
-    return min(
-        tried,
-        key=lambda row: (row.time.median, row.missed, row.time.mean) if by_median else (row.time.mean, 0, 0.0),
-        default=None,
-    )
-
-
-def _sentence(study: Study, pair: Pair, pairs: int) -> str:
+def _sentence(study: Study, pair: Pair, corrections: int) -> str:
+    """What can be said of two entries; a p-value is multiplied by as much as `corrections`."""
     first, second, of = pair.first, pair.second, pair.difference
     a, b, target = first.entry.name, second.entry.name, _target(study)
-    trials = f"{_count(first.trials, 'trial')} each"
+    trials = f"{count(first.trials, 'trial')} each"
     if first.trials != second.trials:
         trials = f"{first.trials} and {second.trials} trials"
     if not first.reached and not second.reached:
@@ -281,21 +296,24 @@ def _sentence(study: Study, pair: Pair, pairs: int) -> str:
             return f"{often}: a difference (p = {pair.p:.2g})"
         missed = f"; {often}" if first.missed or second.missed else ""
         return f"{a} reached {target} {_times(of.ratio)} sooner than {b} ({_ci(of)}, {trials}){missed}"
-    here = f"{a} {_times(of.ratio)} sooner here, {_ci(of)}, {trials}" if pair.quotable else often
-    if statistics.least_p(first.trials, second.trials) * pairs > LEVEL:
+    here = f"{b} took {_times(of.ratio)} as long here, {_ci(of)}, {trials}" if pair.quotable else often
+    if statistics.least_p(first.trials, second.trials) * corrections > LEVEL:
         return f"not enough trials to tell {a} from {b} ({here})"
+    if pair.p <= LEVEL and of.sooner < 0.5:
+        return f"no order between {a}, which is first by its median, and {b}, which is by ranks (p = {pair.p:.2g})"
     return f"no difference seen between {a} and {b} ({here}, p = {pair.p:.2g})"
 
 
-def _worth_saying(rows: list[Row], pairs: list[Pair]) -> list[Pair]:
+def _worth_saying(study: Study, rows: list[Row], pairs: list[Pair]) -> list[Pair]:
     best = soonest(rows)
-    if not _can_tell(pairs) and len(pairs) > 1:
+    if not _can_tell(study, pairs) and len(pairs) > 1:
         return []  # the answer has said so
     return pairs if len(pairs) <= MANY_PAIRS else [pair for pair in pairs if best in (pair.first, pair.second)]
 
 
-def _can_tell(pairs: list[Pair]) -> bool:
-    return any(statistics.least_p(p.first.trials, p.second.trials) * len(pairs) <= LEVEL for p in pairs)
+def _can_tell(study: Study, pairs: list[Pair]) -> bool:
+    corrections = _looks(study) * len(pairs)
+    return any(statistics.least_p(p.first.trials, p.second.trials) * corrections <= LEVEL for p in pairs)
 
 
 def _too_few(pairs: list[Pair]) -> str:
@@ -320,11 +338,3 @@ def _times(ratio: float) -> str:
 def _ci(of: Difference) -> str:
     high = "∞" if math.isinf(of.high) else f"{of.high:.2f}"
     return f"95 % CI {of.low:.2f}–{high}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
-
-
-def _and(names: list[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

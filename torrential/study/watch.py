@@ -54,6 +54,10 @@ class Watching:
         if self._live:
             self._live.start()
 
+    def goes_on(self, runs: int, trials: int, more: int) -> None:
+        self._runs = runs
+        self._print(f"undecided after {trials} trials each: going on to {more}")
+
     def begins(self, trial: Trial) -> None:
         self._trial, self._began = trial, self._clock()
         self._step, self._steps, self._value = 0, None, math.nan
