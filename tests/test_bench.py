@@ -7,15 +7,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
+from rich.console import Console
 
 from torrential.bench.allreduce import Result, ask
+from torrential.bench.estimate import plan
+from torrential.bench.member import Calibrated, Measured, News, Picked, contenders
+from torrential.bench.show import Watching
+from torrential.comm.costs import Fitted, machine
 from torrential.comm.schedules import ALGORITHMS
+from torrential.comm.schedules.base import Costs
 from torrential.errors import BadInput
+from torrential.records import Event
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 MESSAGES = list(ALGORITHMS)
@@ -50,7 +59,13 @@ def test_every_algorithm_at_every_size(run_cli: Run, cache: Path, tmp_path: Path
     (kept,) = cache.iterdir()
     assert set(json.loads(kept.read_text())["measured"]) == {*MESSAGES, "native", "shared"}
     stamp = kept.stat().st_mtime_ns
-    again = result(run_cli("bench", "allreduce", "--sizes", "1KB", "--rounds", 1, "--json"))
+    said = "36 measurements (2 sizes, 9 algorithms, 2 rounds); costs of 2 workers are measured first, for about 6 s"
+    assert done.stderr.startswith(said) and "\nabout 0:00:0" in done.stderr
+    second = run_cli("bench", "allreduce", "--sizes", "1KB", "--rounds", 1, "--json")
+    assert second.stderr.startswith(
+        "9 measurements (1 size, 9 algorithms, 1 round): about 0:00:00, by the costs measured"
+    )
+    again = result(second)
     assert again["fitted"] == found["fitted"] and kept.stat().st_mtime_ns == stamp  # known, not measured again
 
 
@@ -122,6 +137,62 @@ def test_help_has_examples(run_cli: Run) -> None:
 def test_sizes_are_sorted_once_each_and_whole_numbers_of_elements() -> None:
     asked = ask(2, "1MB, 4kb,1003B,4000", "shared", "auto,ring,auto", 3, False)
     assert asked.sizes == [1000, 4000, 1_000_000] and asked.algorithms == ["auto", "ring"] and asked.cells == 18
+
+
+def evenly(seconds: float) -> Fitted:
+    """Costs with which every all-reduce of a kilobyte takes so long, and any other in proportion to its size."""
+    measured = {name: [(1000, seconds), (1_000_000, 1000 * seconds)] for name in contenders(True)}
+    lines = {name: (0.0, seconds / 1000) for name in contenders(True) if name not in ALGORITHMS}
+    return Fitted(
+        machine=machine(),
+        transport="unix",
+        members=4,
+        when="",
+        costs=Costs(0.0, seconds, 0.0),
+        lines=lines,
+        measured=measured,
+    )
+
+
+def test_how_long_it_takes_is_planned_call_by_call() -> None:
+    """A block is repeated for 15 ms; before the rounds each is called once to check it and three times to time it."""
+    asked = ask(4, "1KB,1MB", "shared", "native,shared,auto", 5, False)
+    planned = plan(asked, evenly(0.0001))
+    assert set(planned.blocks) == {(size, name) for size in (1000, 1_000_000) for name in ("native", "shared", "auto")}
+    assert planned.blocks[1000, "native"] == pytest.approx(0.0001 * (1 + 150), rel=0.01)
+    assert planned.blocks[1_000_000, "auto"] == pytest.approx(0.1 * 2)
+    assert planned.checks == pytest.approx({1000: 3 * 4 * 0.0001, 1_000_000: 3 * 4 * 0.1})
+    assert planned.total == pytest.approx(1.2012 + 5 * 3 * (0.2 + 0.0151), rel=0.01)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_how_long_it_takes_is_said_before_and_while_it_goes_on(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements count by the time they take: half of them, the small ones, are a fourteenth of it."""
+    now = 0.0
+    console = Console(file=StringIO(), width=110, force_terminal=live)
+    watching = Watching(ask(4, "1KB,1MB", "shared", "native,shared", 20, False), console, live, clock=lambda: now)
+
+    def hear(news: News) -> None:
+        watching.record(Event(event="bench", time=now, detail=msgspec.json.encode(news).decode()))
+
+    now = 10.0
+    hear(Calibrated(evenly(0.0001)))  # so that the rest takes 0.6 and 8.8 s
+    for size, each in ((1000, 0.015), (1_000_000, 0.2)):
+        hear(Picked(size, "shared"))
+        now += 8 * size * 1e-7
+        for _ in range(20):
+            for name in ("native", "shared"):
+                now += each
+                hear(Measured(size, name, each))
+        now += 3
+        watching.tick()
+        now -= 3
+    watching.close()
+    text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    first = "80 measurements (2 sizes, 2 algorithms, 20 rounds); costs of 4 workers are measured first, for about 6 s"
+    assert text.startswith(first) and "about 0:00:09 to go" in text
+    assert ("━" in text) == live and "1 kB shared · 40 / 80 measured" in text
+    assert "0:00:06 left" in text and "1 MB shared · 80 / 80 measured" in text  # 8.8 s, three of which have passed
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL])

@@ -107,7 +107,7 @@ def test_faults_that_came_too_late_for_some_trials_are_said():
     missed = judge(crashing(study({"a": [None] * 3}), 9.5)).sentences  # they trained for ten seconds
     assert not any("struck" in line for line in missed)
     few = judge(crashing(study({"a": [1.0]}), 9.5)).sentences
-    assert few[0].startswith("not a result") and "struck in none of 1 trials" in few[-1]
+    assert few[0].startswith("not a result") and "struck in none of 1 trial:" in few[-1]
 
 
 def test_trials_are_added_until_the_soonest_is_known():

@@ -46,6 +46,11 @@ class Ask(NamedTuple):
     def cells(self) -> int:
         return len(self.sizes) * len(self.algorithms) * self.rounds
 
+    @property
+    def messages(self) -> str:
+        """What messages go over, whatever `auto` may use."""
+        return "tcp" if self.transport == "tcp" else "unix"
+
 
 class Row(msgspec.Struct, frozen=True):
     """One size."""
@@ -126,7 +131,7 @@ def _job(asked: Ask) -> Job:
         sizes=asked.sizes,
         algorithms=asked.algorithms,
         rounds=asked.rounds,
-        messages="tcp" if asked.transport == "tcp" else "unix",
+        messages=asked.messages,
         fresh=asked.fresh,
     )
     return bench_job(strategy, Settings(transport=asked.transport), asked.workers)  # type: ignore[arg-type]

@@ -42,6 +42,8 @@ SMALLEST_BUFFER = 1 << 22  # bytes, so that there is something to calibrate with
 CALIBRATION_SECONDS = 6.0
 BLOCK_SECONDS = 0.015
 MAX_REPETITIONS = 500
+TIMED_SINGLY = 3  # calls, to find out how often to repeat
+SINGLE_CALLS = 1 + TIMED_SINGLY  # of each algorithm at each size, before the rounds: the first is checked
 TIMEOUT_SECONDS = 60.0
 PERIOD = 1009  # of the numbers that are summed: small and whole, so that sums are exact
 
@@ -78,6 +80,16 @@ class MeasureAllReduce(Strategy, frozen=True, kw_only=True):
         ctx.join(lambda _: None)
         _Member(self, ctx).run()
         ctx.leave()
+
+
+def contenders(shares_memory: bool) -> list[str]:
+    """All that is calibrated."""
+    return [*ALGORITHMS, "native", *(["shared"] if shares_memory else [])]
+
+
+def repetitions(once: float) -> int:
+    """How many calls make one measurement of an algorithm that takes so many seconds for one."""
+    return max(1, min(MAX_REPETITIONS, int(BLOCK_SECONDS / once)))
 
 
 class _Member:
@@ -136,7 +148,7 @@ class _Member:
 
     def _table(self) -> Fitted:
         """The one that is known already, if it knows all contenders; else measured."""
-        names = [*ALGORITHMS, "native", *(["shared"] if self._comm.shares_memory else [])]
+        names = contenders(self._comm.shares_memory)
         chooser = Chooser(self._comm, self._all_reduce, names, self._asked.messages)
         sizes = [size for size in CALIBRATED if size <= self._data.nbytes]
         chooser.settle(self._data, CALIBRATION_SECONDS, sizes, self._asked.fresh)
@@ -151,12 +163,11 @@ class _Member:
         for name in self._asked.algorithms:
             self._check(name, tensor)
             tensor.zero_()  # so that repeated sums stay finite
-            once[name] = min(timed(self._all_reduce, self._agree, name, tensor, 1) for _ in range(3))
+            once[name] = min(timed(self._all_reduce, self._agree, name, tensor, 1) for _ in range(TIMED_SINGLY))
         for number in range(self._asked.rounds):
             for name in Random(number).sample(list(once), len(once)):  # so that nobody always comes after the same one
-                repetitions = max(1, min(MAX_REPETITIONS, int(BLOCK_SECONDS / once[name])))
                 self._all_reduce(name, tensor)  # what the one before has left in caches is not this one's matter
-                seconds = timed(self._all_reduce, self._agree, name, tensor, repetitions)
+                seconds = timed(self._all_reduce, self._agree, name, tensor, repetitions(once[name]))
                 self._tell(Measured(tensor.nbytes, name, seconds))
 
     def _check(self, name: str, tensor: Tensor) -> None:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from torrential.bench.allreduce import Ask, Result, Row, decode
-from torrential.bench.member import CALIBRATION_SECONDS, Calibrated, Measured, Picked
+from torrential.bench.estimate import Plan, known_costs, plan
+from torrential.bench.member import CALIBRATION_SECONDS, Calibrated, News, Picked
 from torrential.comm.costs import Fitted
 from torrential.errors import BadInput
-from torrential.progress import byte_count
+from torrential.progress import LINE_SECONDS, REDRAW_SECONDS, byte_count, counted, duration
 from torrential.records import Event, Record
 
-LINE_SECONDS = 2.0
+TRUSTED = 0.1  # of the planned time: until so much is done, the plan says more than how long things took
 WIDTH = 124  # what the table needs with all algorithms
 LEGEND = (
     "* the least median, auto's included. / best: auto's time divided by that one's; / gloo: by Gloo's (native); both "
@@ -27,46 +30,103 @@ LEGEND = (
 
 
 class Watching:
-    """A listener: a bar on a terminal, else a line now and then."""
+    """A listener that says beforehand how long it takes, and then how long still: a bar on a terminal, else a line now
+    and then. What is done counts by the time it was to take: the largest size takes a thousand times the smallest."""
 
-    def __init__(self, asked: Ask, console: Console) -> None:
-        self._asked, self._console = asked, console
-        self._done, self._said = 0, time.monotonic()
+    def __init__(
+        self,
+        asked: Ask,
+        console: Console,
+        live: bool | None = None,  # None: as the console is a terminal
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._asked, self._console, self._clock = asked, console, clock
+        self._done, self._spent = 0, 0.0  # measurements, and the seconds that all until then was to take
+        self._plan: Plan | None = None
+        self._checked = set[int]()  # sizes
+        self._began = self._heard_at = self._drawn = clock()
         self._doing = f"starting {asked.workers} workers"
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        live = console.is_terminal and console.file.isatty()
-        self._bar = Progress(*columns, console=console, transient=True) if live else None
-        if self._bar:
-            self._bar.start()
-            self._task = self._bar.add_task(self._doing, total=asked.cells)
+        if live is None:
+            live = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
+        self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False) if live else None
+        self._announce(known_costs(asked))
+        if self._live:
+            self._live.start()
+
+    def _announce(self, table: Fitted | None) -> None:
+        sizes, rounds = counted(len(self._asked.sizes), "size"), counted(self._asked.rounds, "round")
+        names = counted(len(self._asked.algorithms), "algorithm")
+        what = f"{self._asked.cells:,} measurements ({sizes}, {names}, {rounds})"
+        if table is None:
+            first = f"costs of {self._asked.workers} workers are measured first, for about {CALIBRATION_SECONDS:.0f} s"
+            self._print(f"{what}; {first}, and then it is said how long the rest takes")
+        else:
+            self._plan = plan(self._asked, table)
+            self._print(f"{what}: about {duration(self._plan.total)}, by the costs measured here before")
 
     def record(self, record: Record) -> None:
         if isinstance(record, Event) and record.event == "bench":
-            news = decode(record)
-            if isinstance(news, Calibrated):
-                self._doing = "costs are known"
-            elif isinstance(news, Picked):
-                self._doing = f"{byte_count(news.nbytes)} checking every sum"
-            elif isinstance(news, Measured):
-                self._done += 1
-                self._doing = f"{byte_count(news.nbytes)} {news.name}"
+            self._heard(decode(record))
         self.tick()
 
+    def _heard(self, news: News) -> None:
+        if isinstance(news, Calibrated):
+            self._began, self._doing = self._clock(), "costs are known"
+            if self._plan is None:
+                self._plan = plan(self._asked, news.table)
+                self._print(f"about {duration(self._plan.total)} to go")
+        elif isinstance(news, Picked):
+            self._doing = f"{byte_count(news.nbytes)} checking every sum"
+        else:
+            assert self._plan is not None, "costs are known before anything is measured"
+            self._done += 1
+            self._spent += self._plan.blocks[news.nbytes, news.name]
+            if news.nbytes not in self._checked:
+                self._checked.add(news.nbytes)
+                self._spent += self._plan.checks[news.nbytes]
+            self._doing = f"{byte_count(news.nbytes)} {news.name}"
+        self._heard_at = self._clock()
+
     def worker_state(self, worker: int, state: str) -> None:
-        if state == "training":
+        if state == "training" and self._plan is None:
             self._doing = f"calibrating, for about {CALIBRATION_SECONDS:.0f} s"
 
     def tick(self) -> None:
-        now = time.monotonic()
-        if self._bar:
-            self._bar.update(self._task, completed=self._done, description=self._doing)
-        elif now - self._said > LINE_SECONDS:
-            self._said = now
-            self._console.print(f"{self._doing} · {self._done:,} / {self._asked.cells:,} measured", highlight=False)
+        now = self._clock()
+        if now - self._drawn < (REDRAW_SECONDS if self._live else LINE_SECONDS):
+            return
+        self._drawn = now
+        left = self._time_left()
+        words = f"{self._doing} · {self._done:,} / {self._asked.cells:,} measured"
+        if self._live:
+            self._live.update(self._area(words, left), refresh=True)
+        else:
+            self._print(words + (f" · {left} left" if left else ""))
+
+    def _time_left(self) -> str:
+        """If the rest takes as much longer than planned as what is done did."""
+        if self._plan is None:
+            return ""
+        before = TRUSTED * self._plan.total
+        slower = (self._heard_at - self._began + before) / (self._spent + before)
+        under_way = self._clock() - self._heard_at
+        return duration(max(0.0, (self._plan.total - self._spent) * slower - under_way))
+
+    def _area(self, words: str, left: str) -> RenderableType:
+        head = Table.grid(padding=(0, 1), expand=True)
+        head.add_column(no_wrap=True, overflow="ellipsis")
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True)
+        bar = ProgressBar(total=self._plan.total if self._plan else 1.0, completed=self._spent)
+        head.add_row(words, bar, f"{left} left" if left else "")
+        return head
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True, highlight=False)
 
     def close(self) -> None:
-        if self._bar:
-            self._bar.stop()
+        if self._live:
+            self._live.stop()
 
 
 def table(result: Result) -> RenderableType:

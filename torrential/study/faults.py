@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torrential.progress import number
+from torrential.progress import counted, number
 from torrential.study.results import Entry, Run, Study, unit_of_time
 
 MANY = 3  # faults that are named one by one
@@ -49,7 +49,7 @@ def _where(fault: dict[str, Any]) -> str:
 def _sentence(words: str, trials: list[tuple[Entry, bool]]) -> str:
     struck = sum(each for _, each in trials)
     if not struck:
-        return f"{words} struck in none of {len(trials)} trials: all had ended before"
+        return f"{words} struck in none of {counted(len(trials), 'trial')}: all had ended before"
     by_entry: dict[str, list[bool]] = {}
     for entry, each in trials:
         by_entry.setdefault(entry.name, []).append(each)

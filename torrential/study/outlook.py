@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torrential.progress import counted
 from torrential.study import statistics
 from torrential.study.ask import ComputeTime, Question, grid
 from torrential.study.plan import looks, pairs_of
 from torrential.study.statistics import FEWEST
-from torrential.study.words import both, count
 
 
 def outlook(question: Question) -> list[str]:
     """Lines that are said before the first run."""
     asked, entries = question.asked, len(question.entries)
-    trials = count(asked.trials, "trial")
+    trials = counted(asked.trials, "trial")
     if asked.auto:
         trials = f"{looks(question)[0]} to {trials}"
     lines = [f"{entries} entr{'y' if entries == 1 else 'ies'}, {trials} each"]
     if tried := len(list(grid(asked.tune))):
         lines[0] += f", after {entries * tried * asked.tune_trials} runs to tune {', '.join(asked.tune)}"
     if asked.auto:
-        moments = both([str(number) for number in looks(question)])
+        moments = listed([str(number) for number in looks(question)])
         lines.append(f"trials are added until it is decided which is soonest; looked at after {moments}")
     else:
         lines += _too_few(asked.trials, pairs_of(question))
@@ -50,9 +50,14 @@ def measured(times: Sequence[ComputeTime]) -> list[str]:
         return []
     each = [f"{time.seconds_per_sample:g} s" + (_in_batches(time) if len(times) > 1 else "") for time in times]
     return [
-        f"a sample takes a simulated worker {both(each)}, measured once, when the study was begun, for all its runs"
+        f"a sample takes a simulated worker {listed(each)}, measured once, when the study was begun, for all its runs"
     ]
 
 
 def _in_batches(time: ComputeTime) -> str:
     return f" in batches of {time.batch_size}" + (f" with {time.threads} threads" if time.threads > 1 else "")
+
+
+def listed(names: Sequence[str]) -> str:
+    """As in a sentence: "a", "a and b", "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -13,15 +13,14 @@ import math
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from torrential.progress import metric_value, number
+from torrential.progress import counted, metric_value, number
 from torrential.study import statistics
 from torrential.study.faults import late_faults
 from torrential.study.intervals import interval, observed, unevenly_evaluated
-from torrential.study.outlook import measured
+from torrential.study.outlook import listed, measured
 from torrential.study.results import Entry, Study, unit_of_time
 from torrential.study.statistics import FEWEST, LEVEL, LOOKS, Difference, Spread, doubled_ranks, spread
 from torrential.study.tuning import at_the_edge, best_value, cost
-from torrential.study.words import both, count
 
 MISSES = 2  # from which on the times of an entry are no result
 MANY_PAIRS = 6  # with more, words are about the soonest against the others
@@ -176,9 +175,9 @@ def _refused(study: Study, rows: list[Row]) -> list[str]:
     why = []
     none = [row.entry.name for row in rows if not row.trials]
     if none and not study.asked:
-        why.append(f"no run of {both(none)} has come to its end")
+        why.append(f"no run of {listed(none)} has come to its end")
     elif study.trials < FEWEST:
-        why.append(f"{count(study.trials, 'trial')} each, and at least {FEWEST} are needed")
+        why.append(f"{counted(study.trials, 'trial')} each, and at least {FEWEST} are needed")
     behind = [f"{row.entry.name} {row.trials}" for row in rows if row.trials < study.trials]
     if behind:
         why.append(f"of {study.trials} trials each, some are not done ({', '.join(behind)})")
@@ -206,7 +205,7 @@ def _rules(study: Study, pairs: list[Pair]) -> list[str]:
     if study.looks:
         rules.append(
             "trials were added until it was decided which entry is soonest, with looks planned after "
-            f"{both([str(trials) for trials in study.looks])} of them; p-values are times {LOOKS}, and intervals are "
+            f"{listed([str(trials) for trials in study.looks])} of them; p-values are times {LOOKS}, and intervals are "
             "wider, so that looking often finds no more differences by chance than one look would"
         )
     rules += measured(study.measured)
@@ -227,7 +226,7 @@ def _answer(study: Study, rows: list[Row], pairs: list[Pair]) -> str:
     target, best = _target(study), soonest(rows)
     if best is None or not best.reached:
         return _nobody(study)
-    trials = count(best.trials, "trial")
+    trials = counted(best.trials, "trial")
     time = f"median {_seconds(best)}, {trials}"
     if best.missed >= MISSES:
         time = f"{best.missed} of {trials} missed it, so there is no time to report"
@@ -242,12 +241,12 @@ def _answer(study: Study, rows: list[Row], pairs: list[Pair]) -> str:
         return f"undecided: {best.entry.name} was the soonest to {target} here ({time}), but {_too_few(pairs)}"
     there = [row.entry.name for row in rivals if row.reached]
     never = [row.entry.name for row in rivals if not row.reached]
-    chance = f"; {both(never)} never reached it, which may be chance" if never else ""
+    chance = f"; {listed(never)} never reached it, which may be chance" if never else ""
     if not there:
         return f"{best.entry.name} was the soonest to {target} here ({time}){chance}"
     if any(pair.differs and {pair.first.entry.name, pair.second.entry.name} <= set(there) for pair in pairs):
-        return f"soonest to {target}: {best.entry.name}, with no difference seen between it and {both(there)}{chance}"
-    return f"soonest to {target}, with no difference seen between them: {both([best.entry.name, *there])}{chance}"
+        return f"soonest to {target}: {best.entry.name}, with no difference seen between it and {listed(there)}{chance}"
+    return f"soonest to {target}, with no difference seen between them: {listed([best.entry.name, *there])}{chance}"
 
 
 def _seconds(row: Row) -> str:
@@ -260,7 +259,7 @@ def _nobody(study: Study) -> str:
 
 def _undecided(study: Study) -> str:
     return (
-        f"undecided after {count(study.trials, 'trial')} each, and up to {study.looks[-1]} may be made; "
+        f"undecided after {counted(study.trials, 'trial')} each, and up to {study.looks[-1]} may be made; "
         f"go on with: torrential compare --resume {study.directory}"
     )
 
@@ -283,7 +282,7 @@ def _sentence(study: Study, pair: Pair, corrections: int) -> str:
     """What can be said of two entries; a p-value is multiplied by as much as `corrections`."""
     first, second, of = pair.first, pair.second, pair.difference
     a, b, target = first.entry.name, second.entry.name, _target(study)
-    trials = f"{count(first.trials, 'trial')} each"
+    trials = f"{counted(first.trials, 'trial')} each"
     if first.trials != second.trials:
         trials = f"{first.trials} and {second.trials} trials"
     if not first.reached and not second.reached:
