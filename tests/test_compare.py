@@ -218,8 +218,8 @@ def train_again(config: dict[str, Any], out: Path) -> list[Any]:
 
 
 def test_trials_until_it_is_decided(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """One entry takes four times as long, which the first look shows."""
-    (tmp_path / "even.toml").write_text(CLUSTER)
+    """One entry takes four times as long, which the first look shows; a crash comes when all have ended."""
+    (tmp_path / "even.toml").write_text(CLUSTER + '[[faults]]\nkind = "crash"\nworker = 1\nat = 900.0\n')
     args = ("digits-mlp", "--strategies", "allreduce,allreduce:slow=1:4", "--target", 0.7, "--trials", "auto")
     out = tmp_path / "study"
     command("compare", *args, "--cluster", tmp_path / "even.toml", "--out", out, "--json")
@@ -232,6 +232,9 @@ def test_trials_until_it_is_decided(tmp_path: Path, capfd: pytest.CaptureFixture
     assert (told["trials"], told["looks"], told["result"]) == (5, [5, 8, 13, 20], True)
     assert told["verdict"][0].startswith("allreduce reached 70 % accuracy soonest (median ")
     assert [entry["trials"] for entry in told["entries"]] == [5, 5] and told["pairs"][0]["differs"]
+    assert told["verdict"][-1] == (
+        "the crash of worker 1 at 900.0 virtual s struck in none of 10 trials: all had ended before"
+    )
     page = (out / "report.html").read_text()
     assert "5 trials were made per entry" in page and "looks planned after 5, 8, 13 and 20" in page
     message = refused("compare", *args[:-1], "5", "--cluster", tmp_path / "even.toml", "--out", out)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -343,6 +344,32 @@ def test_time_spent_adds_up() -> None:
     assert figure is not None
     assert [trace["name"] for trace in figure["data"]] == ["compute", "communicate", "wait"]
     assert sum(trace["x"][0] for trace in figure["data"]) == pytest.approx(12.0, rel=1e-4)
+
+
+def test_a_miss_counts_in_what_more_workers_are_worth() -> None:
+    """As it does in the verdict: a median that is a miss has no place on the line, and its trials that arrived have."""
+
+    def missing(entry: Entry, misses: int) -> Entry:
+        runs = [
+            replace(
+                run, summary=msgspec.structs.replace(run.summary, time_to_target=None) if i < misses else run.summary
+            )
+            for i, run in enumerate(entry.runs)
+            if run.summary is not None
+        ]
+        return replace(entry, runs=runs)
+
+    entries = [missing(make_entry("bsp", workers=n), misses) for n, misses in ((2, 2), (4, 1), (8, 0))]
+    figure = scaling.scaling(make_study(entries), "time")
+    assert figure is not None
+    ideal, line, points = figure["data"]
+    times = [[run.time_to_target for run in entry.runs if run.time_to_target is not None] for entry in entries]
+    assert line["x"] == [2, 4, 8] and line["y"][0] is None
+    assert line["y"][1] == pytest.approx(max(times[1]), rel=1e-5) and line["y"][2] == pytest.approx(
+        median(times[2]), rel=1e-5
+    )
+    assert ideal["y"] == pytest.approx([2 * line["y"][1], line["y"][1], line["y"][1] / 2], rel=1e-5)
+    assert points["x"] == [2, 4, 4, 8, 8, 8]
 
 
 def test_scaling_needs_several_counts_of_workers() -> None:

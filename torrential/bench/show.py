@@ -44,7 +44,8 @@ class Watching:
         self._done, self._spent = 0, 0.0  # measurements, and the seconds that all until then was to take
         self._plan: Plan | None = None
         self._checked = set[int]()  # sizes
-        self._began = self._heard_at = self._drawn = clock()
+        self._began: float | None = None  # when costs were known to the workers
+        self._heard_at = self._drawn = clock()
         self._doing = f"starting {asked.workers} workers"
         if live is None:
             live = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
@@ -105,7 +106,7 @@ class Watching:
 
     def _time_left(self) -> str:
         """If the rest takes as much longer than planned as what is done did."""
-        if self._plan is None:
+        if self._plan is None or self._began is None:
             return ""
         before = TRUSTED * self._plan.total
         slower = (self._heard_at - self._began + before) / (self._spent + before)
