@@ -204,7 +204,7 @@ def _rules(study: Study, pairs: list[Pair]) -> list[str]:
         )
     if study.looks:
         rules.append(
-            "trials were added until it was decided which entry is soonest, with looks planned after "
+            "trials were added until it was decided which entry is soonest, or to the most, with looks planned after "
             f"{listed([str(trials) for trials in study.looks])} of them; p-values are times {LOOKS}, and intervals are "
             "wider, so that looking often finds no more differences by chance than one look would"
         )
