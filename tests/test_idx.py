@@ -64,7 +64,7 @@ def test_refuses_a_missing_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def empty_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(finding, "_SYSTEM", tmp_path / "system")
     return tmp_path
 
@@ -85,7 +85,7 @@ def test_search_order(empty_places: Path) -> None:
     things = source(empty_places / "none")
     system = put(empty_places / "system" / "things", "a.gz", "b.gz")
     assert find(things) == {"a.gz": system / "a.gz", "b.gz": system / "b.gz"}
-    cache = put(empty_places / "home/.cache/torrential/things", "a", "b.gz")
+    cache = put(empty_places / "cache/torrential/things", "a", "b.gz")
     assert find(things)["a.gz"] == cache / "a"
     chosen = put(empty_places / "chosen", "a.gz")  # incomplete
     assert find(things, chosen)["a.gz"] == cache / "a"
@@ -103,7 +103,7 @@ def test_search_order(empty_places: Path) -> None:
 def test_downloads_once_and_checks(empty_places: Path) -> None:
     remote = put(empty_places / "remote", "a.gz", "b.gz")
     found = find(source(remote))
-    assert found["b.gz"] == empty_places / "home/.cache/torrential/things/b.gz" and found["b.gz"].read_bytes() == b"B"
+    assert found["b.gz"] == empty_places / "cache/torrential/things/b.gz" and found["b.gz"].read_bytes() == b"B"
     assert sorted(p.name for p in found["b.gz"].parent.iterdir()) == ["a.gz", "b.gz"]
     assert find(source(empty_places / "gone")) == found
 
@@ -120,4 +120,4 @@ def test_without_network_says_what_to_do(empty_places: Path) -> None:
         find(source(empty_places / "none"))
     message = str(caught.value)
     assert "apt-get install dataset-things" in message
-    assert f"put a.gz, b.gz in {empty_places}/home/.cache/torrential/things" in message
+    assert f"put a.gz, b.gz in {empty_places}/cache/torrential/things" in message

@@ -10,7 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "torrential"
 
 LAYERS = [
-    {"errors", "records", "task", "config", "options", "usercode", "version", "processes", "locks", "streams"},
+    {"errors", "records", "task", "config", "options", "usercode", "version", "cache"}
+    | {"files", "locks", "processes", "streams"},
     {"data", "optim", "shipping", "tasks"},
     {"comm"},
     {"params", "server"},

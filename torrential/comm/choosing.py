@@ -170,7 +170,7 @@ class Chooser:
         return True
 
     def _load(self) -> Fitted | None:
-        places = [*([self._kept] if self._kept else []), costs.cache_path(self._transport, len(self._comm.members))]
+        places = [self._kept, costs.cache_path(self._transport, len(self._comm.members))]
         tables = map(costs.load, places)
         return next((t for t in tables if t is not None and set(self._names) <= set(t.measured)), None)
 

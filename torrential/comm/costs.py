@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from torrential import records
+from torrential.cache import cache_directory
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.schedules.base import Costs
 from torrential.errors import RunFailed
@@ -167,15 +168,18 @@ def machine() -> str:
     return f"{records.cpu_model()}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}"
 
 
-def cache_path(transport: str, members: int) -> Path:
-    """Where what was measured on this machine is kept for the next run."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+def cache_path(transport: str, members: int) -> Path | None:
+    """Where what was measured on this machine is kept for the next run; None for a user without a home directory."""
+    if (home := cache_directory()) is None:
+        return None
     key = hashlib.sha256(f"{machine()}, {transport}, {members}".encode()).hexdigest()[:16]
-    return Path(home) / "torrential" / f"allreduce-{transport}-{members}-{key}.json"
+    return home / f"allreduce-{transport}-{members}-{key}.json"
 
 
-def load(path: Path) -> Fitted | None:
+def load(path: Path | None) -> Fitted | None:
     """None if there is nothing, or nothing that can be trusted: it is measured anew then."""
+    if path is None:
+        return None
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Fitted)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -201,7 +205,8 @@ def save(path: Path, table: Fitted) -> None:
 
 def remember(table: Fitted) -> None:
     """For the runs to come on this machine."""
-    path = cache_path(table.transport, table.members)
+    if (path := cache_path(table.transport, table.members)) is None:
+        return
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     save(path, table)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torrential.cache import cache_directory
 from torrential.errors import BadInput
 
 _SYSTEM = Path("/usr/share/datasets")
@@ -40,14 +41,20 @@ def find(source: Source, data_dir: Path | None = None) -> dict[str, Path]:
     Checksums are for downloads only: distributions compress anew, so files found on disk are judged by their content.
     """
     chosen = data_dir or _data_dir
-    cache = Path.home() / ".cache" / "torrential" / source.name
-    places = [*([chosen, chosen / source.name] if chosen else []), cache, _SYSTEM / source.name]
+    own = [chosen / source.name] if chosen else []
+    kept = [cache / source.name] if (cache := cache_directory()) else []
+    places = [*([chosen] if chosen else []), *own, *kept, _SYSTEM / source.name]
     for place in places:
         for names in (tuple(source.files), *source.others):
             found = {name: path for name in names if (path := _present(place, name))}
             if len(found) == len(names):
                 return found
-    home = chosen / source.name if chosen else cache
+    home = next(iter([*own, *kept]), None)
+    if home is None:
+        raise BadInput(
+            f"{source.name} was not found in {_SYSTEM / source.name}, and there is no home directory to download it "
+            f"to; {source.install}; or say where it shall be with --data-dir DIR"
+        )
     try:
         return {name: _download(source, name, md5, home) for name, md5 in source.files.items()}
     except OSError as error:
