@@ -175,14 +175,14 @@ def describe(fitted: Fitted) -> str:
 
 def check_plot(path: Path) -> None:
     """Before anything is measured: can a picture be written there?"""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise BadInput("--plot needs matplotlib; install it with: pip install 'torrential[plot]'") from error
     if path.suffix.lower() != ".png":
         raise BadInput(f"--plot writes PNG files (given: {path}); try {path.with_suffix('.png')}")
     if not path.absolute().parent.is_dir():
         raise BadInput(f"there is no directory {path.absolute().parent} for --plot; make it first")
+    try:  # last, as without a home directory it has things to say when it is loaded
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise BadInput("--plot needs matplotlib; install it with: pip install 'torrential[plot]'") from error
 
 
 def plot(result: Result, path: Path) -> None:
