@@ -17,7 +17,7 @@ LAYERS = [
     {"params", "server"},
     {"strategies"},
     {"checkpoint", "trainer"},
-    {"worlds", "prepare", "run", "progress", "completion"},
+    {"worlds", "prepare", "run", "progress", "terminal", "completion"},
     {"study", "bench", "testing"},
     {"report", "cli", "__main__"},
 ]

@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torrential.errors import CheckpointDamaged, RunFailed
+from torrential.files import decode_json, read_regular
 from torrential.records import NO_SPACE, lives
 from torrential.server.dealer import Dealer
 
@@ -103,8 +104,8 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     """Reads one checkpoint and proves every byte of it against the checksums; raises CheckpointDamaged."""
     path = Path(path)
     try:
-        content = (path / STATE).read_bytes()
-        state = msgspec.json.decode(content, type=CheckpointState)
+        content = read_regular(path / STATE)
+        state = decode_json(content, CheckpointState)
     except OSError as error:
         raise _damaged(path, f"{STATE}: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -118,7 +119,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     for part in TENSORS:
         name = f"{part}.safetensors"
         try:
-            content = (path / name).read_bytes()
+            content = read_regular(path / name)
             if _digest(content) != files.get(name):
                 raise _damaged(path, f"{name}: checksum differs")
             tensors[part] = dict(sorted(load_tensors(content).items()))

@@ -14,11 +14,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from torrential import completion, processes, streams
 from torrential.errors import BadInput, TorrentialError
 from torrential.study import command as studies
+from torrential.terminal import Terminal, printable_json
 from torrential.version import __version__
 from torrential.worlds.local.launch import Launch
 
@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure torrential itself on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-_err = Console(stderr=True)
+_err = Terminal(stderr=True)
 
 
 class Terminated(BaseException):
@@ -155,7 +155,7 @@ def train(
             raise
         _err.print(final_table(result.summary, time.monotonic() - began))
         if json:
-            print(records.encode(result.summary).decode())
+            print(printable_json(records.encode(result.summary).decode()))
 
 
 @bench.command(
@@ -198,14 +198,14 @@ def allreduce(
             result = measuring.measure(asked, launch, watching)
         finally:
             watching.close()
-        console = Console(stderr=json)
+        console = Terminal(stderr=json)
         console.width = max(console.width, show.WIDTH)  # better wrapped by the terminal than cut short
         console.print(show.table(result))
         if plot is not None:
             show.plot(result, plot)
             _err.print(f"drawn: {plot}", highlight=False)
         if json:
-            print(msgspec.json.encode(result).decode())
+            print(printable_json(msgspec.json.encode(result).decode()))
 
 
 @app.command()

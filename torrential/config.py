@@ -6,6 +6,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+# What a manifest or a study may say; the limits of a machine are much lower.
+Workers = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+
 SIMULATED = ("gradients", "processes", "trace")  # options that need a simulation
 
 
@@ -104,13 +109,13 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str
     options: dict[str, Any]  # the strategy's
     world: str
-    workers: int
-    servers: int
-    epochs: int
-    steps: int | None
+    workers: Workers
+    servers: Number
+    epochs: Number
+    steps: Number | None
     target: float | None
-    samples: int  # in the training set
-    batch_size: int  # per worker
+    samples: Positive  # in the training set
+    batch_size: Positive  # per worker
     lr: float
     optimizer: dict[str, Any]
     seed: int
@@ -118,4 +123,4 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     recipe: Recipe = Recipe()
     cluster: dict[str, Any] | None = None  # what is simulated, as in a cluster file
-    base_batch: int = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled
+    base_batch: Number = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled

@@ -26,12 +26,12 @@ from torrential.locks import lock_directory
 from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe, without_effect
 from torrential.optim.schedule import schedule_of
 from torrential.options import make
-from torrential.progress import standard_error
 from torrential.records import Evaluation, Summary
 from torrential.strategies import STRATEGIES, make_strategy
 from torrential.strategies.base import Strategy
 from torrential.task import Task, build_model, with_validation
 from torrential.tasks import check_own, load_task
+from torrential.terminal import standard_error
 from torrential.trainer.slow import Slow
 from torrential.usercode import calling
 from torrential.version import __version__

@@ -14,7 +14,6 @@ supervisor with a quiet moment calls `tick`.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -27,7 +26,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from torrential import streams
 from torrential.records import Evaluation, Event, Record, Step, Summary
 
 REDRAW_SECONDS = 1 / 8
@@ -39,13 +37,6 @@ COLOURS = {"compute": "green", "communicate": "yellow", "wait": "red"}
 STATE_STYLES = {"training": "green", "waiting": "yellow", "lost": "bold red", "finished": "dim"}
 
 Shares = tuple[float, float, float]  # seconds of compute, communicate, wait; recent records weigh more
-
-
-def standard_error() -> Console:
-    """Standard error as a console that falls silent when it is lost; as it is where somebody has put another stream in
-    its place, such as a notebook."""
-    ours = sys.stderr is not None and sys.stderr is sys.__stderr__
-    return Console(file=streams.kept(2, sys.stderr)) if ours else Console(stderr=True)
 
 
 class Progress:

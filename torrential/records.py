@@ -26,43 +26,52 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Annotated, Any, Self, cast
 
 import msgspec
+from msgspec import Meta
 
 from torrential.errors import BadInput, RunFailed
+from torrential.files import open_regular, read_json, read_regular
 
 RECORDS = "records.jsonl"
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+LONGEST_LINE = 16 << 20  # bytes
+LARGEST_AT_ONCE = 256 << 20  # bytes of records that are decoded together; larger files line by line
+
+# What is outside of these bounds did not happen in a run, and is refused when records are read.
+Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="step"):
     """One worker's training since its previous Step record."""
 
-    worker: int
-    step: int
-    epoch: int
-    samples: int  # over all workers, since the start of the run
+    worker: Rank
+    step: Count
+    epoch: Count
+    samples: Count  # over all workers, since the start of the run
     loss: float
-    time: float  # seconds since the run first touched its data
-    compute: float  # seconds since this worker's previous record, as are the next two
-    communicate: float
-    wait: float
-    bytes_sent: int  # by this worker, since the start of the run
-    staleness: dict[int, int] = {}  # of its updates since the start: versions between read and push, how often
-    dropped: int = 0  # of its gradients that came too late, since the start
+    time: Seconds  # since the run first touched its data
+    compute: Seconds  # since this worker's previous record, as are the next two
+    communicate: Seconds
+    wait: Seconds
+    bytes_sent: Count  # by this worker, since the start of the run
+    staleness: dict[Count, Count] = {}  # of its updates since the start: versions between read and push, how often
+    dropped: Count = 0  # of its gradients that came too late, since the start
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="evaluation"):
     """The metric on held-out data."""
 
     split: str  # "validation" or "test"
-    step: int
-    epoch: int
-    samples: int
-    time: float  # when these parameters existed, not when they had been evaluated
+    step: Count
+    epoch: Count
+    samples: Count
+    time: Seconds  # when these parameters existed, not when they had been evaluated
     value: float
     loss: float
 
@@ -72,9 +81,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
     algorithms_chosen, recipe, warning."""
 
     event: str
-    time: float
-    step: int | None = None
-    worker: int | None = None
+    time: Seconds
+    step: Count | None = None
+    worker: Rank | None = None
     detail: str = ""
 
 
@@ -84,21 +93,21 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     task: str
     strategy: str
     world: str
-    workers: int
-    servers: int
+    workers: Count
+    servers: Count
     seed: int
-    steps: int
-    samples: int
-    seconds: float
+    steps: Count
+    samples: Count
+    seconds: Seconds
     metric: str
     value: float | None
     target: float | None
     reached: bool | None  # None without a target
-    time_to_target: float | None
-    bytes_sent: int
+    time_to_target: Seconds | None
+    bytes_sent: Count
     staleness_mean: float | None  # None where no update can be stale, as in allreduce
-    staleness_max: int | None
-    events: int
+    staleness_max: Count | None
+    events: Count
     out: str
 
 
@@ -177,7 +186,7 @@ class RecordWriter:
 def _decode(line: bytes) -> Record | None:
     try:
         return _decoder.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -185,8 +194,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record | None]]:
     """Each line with its record; None for a last line cut short, which only the last can be."""
     broken: tuple[int, bytes] | None = None
     try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
+        with open_regular(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), start=1):
                 if broken is not None:
                     raise BadInput(
                         f"line {broken[0]} of {path} is no record ({broken[1][:60]!r}); "
@@ -207,8 +216,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record | None]]:
 
 def scan_records(path: str | os.PathLike[str]) -> tuple[list[Record], int]:
     """All records of a file, and how many lines were cut short (0 or 1: a killed writer can only cut the last)."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):  # line by line we find out why
-        return _decoder.decode_lines(Path(path).read_bytes()), 0
+    with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _decoder.decode_lines(read_regular(path, LARGEST_AT_ONCE)), 0  # where that fails, lines tell why
     found = [record for _, record in _lines(Path(path))]
     records = [record for record in found if record is not None]
     return records, len(found) - len(records)
@@ -243,7 +252,8 @@ def replace_file(path: Path, content: bytes) -> None:
     """Writes beside and renames: a reader, and a crash, meets the old content or the new and never a part."""
     beside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        with open(beside, "wb") as file:
+        beside.unlink(missing_ok=True)
+        with open(beside, "xb") as file:  # a link or pipe that somebody laid there would not be this file
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -286,13 +296,13 @@ def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> Non
 def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
     path = Path(directory) / MANIFEST
     try:
-        content = path.read_bytes()
-        found = msgspec.json.decode(content, type=_Format).format
+        content = read_json(path)
+        found = msgspec.convert(content, _Format).format
         if found != MANIFEST_FORMAT:
             raise BadInput(
                 f"{path} has format {found} and this version reads {MANIFEST_FORMAT}; use the version that wrote it"
             )
-        return msgspec.json.decode(content, type=Manifest)
+        return msgspec.convert(content, Manifest)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BadInput(f"{directory} is no run ({MANIFEST} is missing); name the directory of a run") from error
     except OSError as error:

@@ -17,11 +17,12 @@ from torrential.data.deal import Deal
 from torrential.errors import RunFailed
 from torrential.optim.schedule import schedule_of
 from torrential.prepare import Request, prepare, prepare_resume, unlock
-from torrential.progress import Progress, standard_error
+from torrential.progress import Progress
 from torrential.records import Evaluation, Event, Record, RecordWriter, Step, Summary
 from torrential.strategies.base import Strategy
 from torrential.task import Task, build_model
 from torrential.tasks import load_task
+from torrential.terminal import standard_error
 from torrential.usercode import refuse_exit, refuse_training
 from torrential.worlds.base import Job, Listener, World
 from torrential.worlds.local.launch import Launch

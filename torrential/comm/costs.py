@@ -34,6 +34,7 @@ from torrential.cache import cache_directory
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.schedules.base import Costs
 from torrential.errors import RunFailed
+from torrential.files import decode_json, read_regular
 
 FORMAT = 1
 ADD = "add"  # the name of samples that add a vector to another and send nothing
@@ -181,7 +182,7 @@ def load(path: Path | None) -> Fitted | None:
     if path is None:
         return None
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Fitted)
+        found = decode_json(read_regular(path), Fitted)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
     return found if found.format == FORMAT and found.machine == machine() and _sound(found) else None

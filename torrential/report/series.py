@@ -62,7 +62,7 @@ def work(run: Run) -> Work:
 
 def _updates(steps: list[Step], worker: NDArray[np.int64], dropped: Floats) -> Updates:
     """Workers count since they began; one that was replaced, or resumed, began anew, and its counts add up."""
-    totals = np.fromiter(map(sum, map(dict.values, map(attrgetter("staleness"), steps))), np.int64, len(steps))
+    totals = np.fromiter(map(sum, map(dict.values, map(attrgetter("staleness"), steps))), np.float64, len(steps))
     newest = []
     for own in _by_worker(worker):
         anew = (np.diff(totals[own]) < 0) | (np.diff(dropped[own]) < 0)
@@ -121,8 +121,9 @@ def band(
     if not start < end:
         return None
     grid = np.linspace(start, end, points)
-    values = np.stack([np.interp(grid, x, y) for x, y in curves])
-    low, middle, high = np.quantile(values, [0.25, 0.5, 0.75], axis=0)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is no number then is not drawn
+        values = np.stack([np.interp(grid, x, y) for x, y in curves])
+        low, middle, high = np.quantile(values, [0.25, 0.5, 0.75], axis=0)
     return grid, middle, low, high
 
 
@@ -147,7 +148,8 @@ def slowness(work: Work) -> dict[int, float]:
     compute = np.bincount(work.worker, work.parts["compute"])
     total = np.bincount(work.worker, work.length)
     counted = work.updates.by_worker
-    units = {worker: counted[worker] if counted.total() else float(total[worker]) for worker in range(len(compute))}
+    seen = np.unique(work.worker).tolist()
+    units = {worker: counted[worker] if counted.total() else float(total[worker]) for worker in seen}
     each = {worker: float(compute[worker]) / unit for worker, unit in units.items() if unit > 0}
     typical = median_low(each.values()) if each else 0.0
     return {worker: value / typical for worker, value in each.items()} if typical > 0 else {}

@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -99,7 +99,7 @@ def _tuned(study: Study, entry: Entry) -> list[str]:
         f"{len(times)}",
         f"{len(reached)}",
         number(middle) if math.isfinite(middle) else "–",
-        _metric(study, fmean(best)) if best else "–",
+        _metric(study, mean(best)) if best else "–",
         number(entry.workers * sum(run.seconds for run in entry.finished)),
         "chosen" if entry.name in (_chosen(other) for other in study.entries) else "",
     ]

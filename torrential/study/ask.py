@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from torrential.config import Number, Workers
 from torrential.errors import BadInput
 from torrential.options import make
 
@@ -57,9 +58,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     slug: str  # of its directories
     strategy: str
     options: dict[str, str]  # of its own
-    workers: int
-    servers: int | None = None
-    batch_size: int | None = None
+    workers: Workers
+    servers: Number | None = None
+    batch_size: Number | None = None
     lr: float | None = None
     steps: int | None = None
     evaluate_every: int | None = None

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from torrential import completion
 from torrential.errors import BadInput, RunFailed
+from torrential.terminal import Terminal, printable_json
 
 if TYPE_CHECKING:
     from torrential.study.ask import Asked
@@ -38,7 +38,7 @@ def add(
     write_report: WriteReport,
 ) -> None:
     """`ending` makes signals exceptions; `options` reads what is after --set."""
-    err = Console(stderr=True)
+    err = Terminal(stderr=True)
 
     @app.command(epilog=EXAMPLES)
     def compare(
@@ -233,7 +233,7 @@ def _numbers(text: str) -> list[int]:
         raise BadInput(f"--workers takes whole numbers, as in 2,4 (given: {text!r})") from error
 
 
-def _compare(asked: Asked, out: Path | None, err: Console) -> Study:
+def _compare(asked: Asked, out: Path | None, err: Terminal) -> Study:
     from torrential.records import fresh_directory
     from torrential.study.conduct import conduct
     from torrential.study.directory import locked, open_directory, read_question
@@ -268,12 +268,12 @@ def _compare(asked: Asked, out: Path | None, err: Console) -> Study:
             train.close()
 
 
-def _tell(study: Study, json: bool, tensorboard: bool, write_report: WriteReport, err: Console) -> None:
+def _tell(study: Study, json: bool, tensorboard: bool, write_report: WriteReport, err: Terminal) -> None:
     from torrential.study.show import show, to_json, write_csv
     from torrential.study.verdict import judge
 
     verdict = judge(study)
-    show(study, verdict, Console(stderr=json))
+    show(study, verdict, Terminal(stderr=json))
     page = study.directory / REPORT
     write_report(study, page)
     written = {"runs": write_csv(study), "report": page}
@@ -284,4 +284,4 @@ def _tell(study: Study, json: bool, tensorboard: bool, write_report: WriteReport
     for name, path in written.items():
         err.print(f"{name}: {path}", highlight=False, soft_wrap=True)
     if json:
-        print(to_json(study, verdict, page))
+        print(printable_json(to_json(study, verdict, page)))

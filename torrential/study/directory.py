@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -12,10 +13,12 @@ import msgspec
 
 from torrential import records
 from torrential.errors import BadInput
+from torrential.files import read_json
 from torrential.locks import lock_directory
 from torrential.study.ask import FORMAT, Question, differences
 from torrential.study.results import STUDY
 
+MOST_RUNS = 100_000
 TRIALS_ARE_FIXED = (
     "; the number of trials is fixed before the first run, as adding some after a look at the verdict makes "
     "differences by chance likelier (--trials auto, from the beginning, allows for it)"
@@ -25,20 +28,35 @@ TRIALS_ARE_FIXED = (
 def read_question(directory: Path) -> Question:
     path = directory / STUDY
     try:
-        content = path.read_bytes()
-        found = msgspec.json.decode(content)
+        found = read_json(path)
         version = found.get("format") if isinstance(found, dict) else None
         if version != FORMAT:
             raise BadInput(
                 f"{path} has format {version} and this version reads {FORMAT}; use the version that wrote it"
             )
-        return msgspec.convert(found, Question)
+        return _checked(path, msgspec.convert(found, Question))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BadInput(f"{directory} holds no study ({STUDY} is missing); name the directory of one") from error
     except OSError as error:
         raise BadInput(f"cannot read {path} ({error.strerror}); check its permissions") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is damaged ({error}); take it from a copy, or start a new study") from error
+
+
+def _checked(path: Path, question: Question) -> Question:
+    """Refuse what no study has, and what would make readers look for runs without end, or outside of the study."""
+    asked = question.asked
+    tried = math.prod(map(len, asked.tune.values())) if asked.tune else 0
+    runs = len(question.entries) * (asked.trials + tried * asked.tune_trials)
+    if min(asked.trials, asked.tune_trials) < 1 or runs > MOST_RUNS:
+        raise BadInput(
+            f"{path} asks for fewer than one run of an entry, or for more than {MOST_RUNS:,} in all; "
+            "take it from a copy, or start a new study"
+        )
+    for spec in question.entries:
+        if not re.fullmatch(r"[A-Za-z0-9=_][A-Za-z0-9=._-]*", spec.slug):
+            raise BadInput(f"{path} names a directory {spec.slug!r}; take it from a copy, or start a new study")
+    return question
 
 
 def open_directory(directory: Path, question: Question) -> Question:

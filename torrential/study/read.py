@@ -22,6 +22,7 @@ from torrential.study.directory import read_question
 from torrential.study.plan import RUNS, looks, trial_directory, tuning_directory
 from torrential.study.results import STUDY, Entry, Run, Study
 from torrential.study.tuning import choose
+from torrential.terminal import printable
 
 FEW = 6  # names in a message
 
@@ -57,6 +58,8 @@ def _runs_in(directory: Path) -> list[Path]:
 
 def read_run(directory: Path) -> Run:
     """Raises BadInput where there is nothing to be had."""
+    if (name := printable(str(directory))) != str(directory):
+        raise BadInput(f"the name of {name} has characters that cannot be shown; rename it")
     manifest = records.read_manifest(directory)
     try:
         msgspec.convert(manifest.config, RunConfig)

@@ -47,7 +47,7 @@ def spread(values: Sequence[float]) -> Spread:
     finite = [value for value in values if math.isfinite(value)]
     return Spread(
         count=len(finite),
-        mean=statistics.fmean(finite) if finite else math.nan,
+        mean=statistics.mean(finite) if finite else math.nan,
         sd=statistics.stdev(finite) if len(finite) > 1 else math.nan,
         median=float(np.median(values)) if len(values) else math.nan,
     )
@@ -151,4 +151,5 @@ def _ratios(first: Sequence[float], second: Sequence[float]) -> Samples:
     """second / first of all pairs, in ascending order; 1 where both are infinite, as then neither is sooner."""
     a, b = np.meshgrid(np.asarray(first, float), np.asarray(second, float))
     same = a == b
-    return np.sort(np.where(same, 1.0, b / np.where(same, 1.0, a)).ravel())
+    with np.errstate(divide="ignore", over="ignore"):  # a time of zero, or next to it, makes an infinite ratio
+        return np.sort(np.where(same, 1.0, b / np.where(same, 1.0, a)).ravel())

@@ -9,6 +9,7 @@ TensorBoard's steps are samples here, which mean the same in all strategies; its
 from __future__ import annotations
 
 import functools
+import math
 import shutil
 import struct
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from torrential.study.results import Run, Study
 
 DIRECTORY = "tensorboard"
 VERSION = b"brain.Event:2"
+LARGEST_FLOAT = 3.4e38  # of four bytes
 
 
 def write_events(study: Study) -> Path:
@@ -35,12 +37,20 @@ def write_events(study: Study) -> Path:
 
 
 def event_file(run: Run, metric: str) -> bytes:
-    start = datetime.fromisoformat(run.manifest.created).timestamp()
+    start = _seconds_of(run.manifest.created)
     events = [_double(1, start) + _bytes(3, VERSION)]
     for tag, samples, time, value in _points(run, metric):
         summary = _bytes(1, _bytes(1, tag.encode()) + _float(2, value))
         events.append(_double(1, start + time) + _int(2, samples) + _bytes(5, summary))
     return b"".join(_record(event) for event in events)
+
+
+def _seconds_of(date: str) -> float:
+    """Since 1970; 0 for a text that is no date, or none of our time: TensorBoard shows seconds since the first event."""
+    try:
+        return datetime.fromisoformat(date).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def _points(run: Run, metric: str) -> Iterator[tuple[str, int, float, float]]:
@@ -76,7 +86,7 @@ def _bytes(field: int, value: bytes) -> bytes:
 
 
 def _float(field: int, value: float) -> bytes:
-    return struct.pack("<Bf", field << 3 | 5, value)
+    return struct.pack("<Bf", field << 3 | 5, math.copysign(math.inf, value) if abs(value) > LARGEST_FLOAT else value)
 
 
 # -- records ----------------------------------------------------------------------------------------------------------

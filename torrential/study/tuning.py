@@ -19,7 +19,7 @@ def choose(tried: Sequence[Tried], maximize: bool) -> dict[str, str]:
 
     def rank(one: Tried) -> tuple[float, float]:
         times = [math.inf if run.time_to_target is None else run.time_to_target for run in one[1]]
-        return float(np.median(times)), -statistics.fmean(_goodness(run, maximize) for run in one[1])
+        return float(np.median(times)), -statistics.mean(_goodness(run, maximize) for run in one[1])
 
     return min(tried, key=rank)[0]
 

@@ -48,8 +48,8 @@ class Row:
 
     @property
     def stability(self) -> float:
-        """The spread of times to the target over their mean; NaN if fewer than two runs reached it."""
-        return self.time.sd / self.time.mean
+        """The spread of times to the target over their mean; NaN if fewer than two runs reached it, or all at once."""
+        return self.time.sd / self.time.mean if self.time.mean else math.nan
 
 
 @dataclass(frozen=True)

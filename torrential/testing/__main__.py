@@ -7,9 +7,9 @@ from time import perf_counter
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from torrential.terminal import Terminal
 from torrential.testing.schedule import draw
 from torrential.testing.sweep import Failure, outcome, outcomes
 
@@ -26,7 +26,7 @@ def sweep(
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
 ) -> None:
     """Random fault schedules over the shipped strategies, in simulated time."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Terminal(highlight=False, soft_wrap=True)
     if seed is not None:
         result = outcome(seed)
         said = str(result) if isinstance(result, Failure) else f"{draw(seed)}\n{result or 'nothing'} was lost; all held"
@@ -53,7 +53,7 @@ def sweep(
     raise typer.Exit(bool(failures))
 
 
-def _bar(console: Console) -> Progress:
+def _bar(console: Terminal) -> Progress:
     return Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
     )
