@@ -390,12 +390,32 @@ def test_directories_without_a_study(tmp_path):
     open_directory(tmp_path / "mine", question())
     with pytest.raises(BadInput, match=r"holds studies \(mine\); name one"):
         read_study(tmp_path)
-    write_run(tmp_path / "two" / "a", config(), 1.0)
-    write_run(tmp_path / "two" / "b", config(task="fashion"), 1.0)
-    write_run(tmp_path / "two" / "c", config(task="fashion", seed=1), 2.0)
-    found = read_study(tmp_path / "two")
+
+
+def test_of_several_tasks_one_is_shown_and_any_can_be_chosen(tmp_path):
+    write_run(tmp_path / "a", config(), 1.0)
+    write_run(tmp_path / "b", config(task="fashion"), 1.0)
+    write_run(tmp_path / "c", config(task="fashion", seed=1), 2.0)
+    found = read_study(tmp_path)
     assert found.task == "fashion" and [len(entry.runs) for entry in found.entries] == [2]
-    assert "shown are the 2 of fashion and not the 1 of digits; keep them apart" in found.problems[0]
+    said = "shown are the 2 of fashion, and not those of digits (1); choose with --task NAME"
+    assert found.problems == [f"{tmp_path} holds runs of several tasks, which cannot be compared: {said}"]
+    for task, runs in (("digits", 1), ("fashion", 2)):
+        found = read_study(tmp_path, task)
+        assert found.task == task and [len(entry.runs) for entry in found.entries] == [runs] and not found.problems
+    with pytest.raises(
+        BadInput, match=r"no task in .* named 'fashoin'; did you mean 'fashion'\? known: digits, fashion"
+    ):
+        read_study(tmp_path, "fashoin")
+
+
+def test_the_task_of_a_study_is_given(tmp_path):
+    what = question()
+    open_directory(tmp_path, what)
+    conduct(what, tmp_path, fake, Unseen())
+    assert read_study(tmp_path, "digits").task == "digits"
+    with pytest.raises(BadInput, match=r"no task in .* named 'fashion'; known: digits"):
+        read_study(tmp_path, "fashion")
 
 
 @pytest.mark.parametrize("text", ["{", '{"format": 7}'])

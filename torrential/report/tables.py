@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import shlex
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ def _tuned(study: Study, entry: Entry) -> list[str]:
         f"{len(times)}",
         f"{len(reached)}",
         number(middle) if math.isfinite(middle) else "–",
-        _metric(study, mean(best)) if best else "–",
+        _metric(study, statistics.mean(best)) if best else "–",
         number(entry.workers * sum(run.seconds for run in entry.finished)),
         "chosen" if entry.name in (_chosen(other) for other in study.entries) else "",
     ]

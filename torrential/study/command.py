@@ -170,6 +170,10 @@ def add(
     @app.command()
     def report(
         directory: Annotated[Path, typer.Argument(help="A study, a directory of runs, or one run.")],
+        task: Annotated[
+            str | None,
+            typer.Option(help="Of runs of several tasks, those to show; by default those there are most of."),
+        ] = None,
         tensorboard: Annotated[bool, typer.Option("--tensorboard", help=TENSORBOARD)] = False,
         json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
     ) -> None:
@@ -177,7 +181,7 @@ def add(
         with ending():
             from torrential.study.read import read_study
 
-            _tell(read_study(directory), json, tensorboard, write_report, err)
+            _tell(read_study(directory, task), json, tensorboard, write_report, err)
 
 
 def _asked(task: str | None, given: dict[str, Any], options: dict[str, Any]) -> Asked:

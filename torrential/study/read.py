@@ -15,7 +15,7 @@ import msgspec
 
 from torrential import records
 from torrential.config import Recipe, RunConfig, Settings
-from torrential.errors import BadInput
+from torrential.errors import BadInput, UnknownName
 from torrential.records import Evaluation, Event, Step, Summary
 from torrential.study.ask import Question, Spec, grid, own_options
 from torrential.study.directory import read_question
@@ -27,28 +27,31 @@ from torrential.terminal import printable
 FEW = 6  # names in a message
 
 
-def read_study(directory: Path) -> Study:
+def read_study(directory: Path, task: str | None = None) -> Study:
+    """`task` chooses among runs of several tasks, which cannot be compared; those with the most runs by default."""
     if not directory.is_dir():
         raise BadInput(f"there is no directory {directory}; name a study, a directory of runs, or a run")
     if (directory / STUDY).exists():
-        return _asked_or_plain(directory)
+        return _asked_or_plain(directory, task)
     inside = [directory] if _is_run(directory) else _runs_in(directory)
     if not inside:
         studies = sorted(place.name for place in directory.iterdir() if (place / STUDY).exists())
         if studies:
             raise BadInput(f"{directory} holds studies ({_few(studies)}); name one: {directory / studies[-1]}")
         raise BadInput(f"there is no run in {directory}; make some with torrential compare, or torrential train")
-    return _plain(directory, inside, [])
+    return _plain(directory, inside, [], task)
 
 
-def _asked_or_plain(directory: Path) -> Study:
+def _asked_or_plain(directory: Path, task: str | None) -> Study:
     """Where the question cannot be read, what was answered is shown as it is."""
     try:
         question = read_question(directory)
     except BadInput as error:
         if not (inside := _runs_in(directory / RUNS)):
             raise
-        return _plain(directory, inside, [f"{error}; its runs are shown, but not what was asked"])
+        return _plain(directory, inside, [f"{error}; its runs are shown, but not what was asked"], task)
+    if task not in (None, question.task):
+        raise UnknownName(f"task in {directory}", task, [question.task])
     return _asked(directory, question)
 
 
@@ -148,18 +151,11 @@ def _entry(spec: Spec, name: str, options: dict[str, Any], runs: list[Run]) -> E
 
 
 # -- a directory of runs ----------------------------------------------------------------------------------------------
-def _plain(directory: Path, inside: Sequence[Path], problems: list[str]) -> Study:
+def _plain(directory: Path, inside: Sequence[Path], problems: list[str], task: str | None) -> Study:
     runs = _read_all(inside, problems)
     if not runs:
         raise BadInput(f"no run in {directory} can be read: {'; '.join(problems[:FEW])}")
-    (task, count), *others = Counter(run.config["task"] for run in runs).most_common()
-    if others:
-        rest = ", ".join(f"{number} of {other}" for other, number in others)
-        problems.append(
-            f"{directory} holds runs of several tasks, which cannot be compared: shown are the {count} of {task} and "
-            f"not the {rest}; keep them apart"
-        )
-        runs = [run for run in runs if run.config["task"] == task]
+    task, runs = _of_one_task(directory, runs, problems, task)
     targets = {run.config["target"] for run in runs}
     if len(targets) > 1:
         problems.append(f"the runs have different targets ({_few(sorted(map(str, targets)))}): none is judged by")
@@ -176,6 +172,22 @@ def _plain(directory: Path, inside: Sequence[Path], problems: list[str]) -> Stud
         problems=problems,
         maximize=_maximize(runs),
     )
+
+
+def _of_one_task(directory: Path, runs: list[Run], problems: list[str], asked: str | None) -> tuple[str, list[Run]]:
+    """The task that is shown, and its runs: that was asked for, or has the most; `problems` names the others."""
+    counts = Counter(run.config["task"] for run in runs)
+    if asked is not None and asked not in counts:
+        raise UnknownName(f"task in {directory}", asked, counts)
+    (first, count), *others = counts.most_common()
+    if asked is None and others:
+        rest = _few([f"{other} ({number})" for other, number in others])
+        problems.append(
+            f"{directory} holds runs of several tasks, which cannot be compared: shown are the {count} of {first}, and "
+            f"not those of {rest}; choose with --task NAME"
+        )
+    shown = first if asked is None else asked
+    return shown, [run for run in runs if run.config["task"] == shown]
 
 
 def _group(runs: Sequence[Run], problems: list[str]) -> list[Entry]:

@@ -46,7 +46,7 @@ def event_file(run: Run, metric: str) -> bytes:
 
 
 def _seconds_of(date: str) -> float:
-    """Since 1970; 0 for a text that is no date, or none of our time: TensorBoard shows seconds since the first event."""
+    """Since 1970; 0 for a text that is no date: what TensorBoard shows is mostly the time since the first event."""
     try:
         return datetime.fromisoformat(date).timestamp()
     except (ValueError, OverflowError):
