@@ -1,11 +1,12 @@
 """The report as a browser shows it: nothing goes wrong, nothing leaves the page, and what can be pressed works."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from browser import Browser
-from studies import full_study
+from studies import full_study, make_entry, make_study
 from test_report import EVERYTHING, hostile_study
 
 from torrential.report.page import write_report
@@ -102,16 +103,39 @@ def test_it_prints_in_light_colours(wide: Browser) -> None:
     assert wide.errors == []
 
 
+def long_names() -> Study:
+    """Words that no line of a phone has room for, wherever a user chooses a name."""
+    entry = make_entry("downpour", lost=True, stale=3)
+    bad = replace(entry, name="downpour:" + "+".join(f"a_long_option_{i}=0.12345" for i in range(8)))
+    other = replace(make_entry("ssp", workers=2), name="ssp" + "x" * 90)
+    return make_study(
+        [bad, other],
+        directory=Path("runs") / ("y" * 150),
+        task="t" * 80,
+        metric="mean_absolute_percentage_error_of_all_horizons",
+        command=["c" * 300],
+        problems=["p" * 200],
+        tuning=[bad],
+    )
+
+
+SECTIONS = """[...document.querySelectorAll('header, nav, footer, main > section')]
+    .filter((part) => part.scrollWidth > part.clientWidth).map((part) => part.id || part.tagName)"""
+PAGE = "[document.documentElement.scrollWidth, document.documentElement.clientWidth, innerWidth]"
+FIGURES = "[...document.querySelectorAll('.figure')].filter((p) => p.getBoundingClientRect().right > innerWidth).length"
+
+
 def test_on_a_dark_phone_nothing_is_wider_than_the_screen(tmp_path: Path) -> None:
-    with Browser(tmp_path / "home", width=390, height=844, dark=True) as browser:
-        browser.open(make(full_study(), tmp_path))
-        browser.until(DRAWN)
+    with Browser(tmp_path / "home", width=844, height=390, dark=True) as browser:
+        for study in (full_study(), long_names()):
+            browser.open(make(study, tmp_path))
+            browser.until(DRAWN)
+            for width in (390, 360):  # turned upright, and on a smaller one
+                browser.resize(width, 844)
+                browser.until(f"[...document.querySelectorAll('.main-svg')].every((p) => p.clientWidth < {width})")
+                assert browser.run(PAGE) == [width] * 3
+                assert browser.run(SECTIONS) == [] and browser.run(FIGURES) == 0
         assert browser.run("document.documentElement.dataset.theme") == "dark"
-        assert browser.run("document.documentElement.scrollWidth") == 390
-        outside = (
-            "[...document.querySelectorAll('.figure')].filter((p) => p.getBoundingClientRect().right > 390).length"
-        )
-        assert browser.run(outside) == 0
         assert browser.errors == []
 
 
