@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -60,11 +61,15 @@ def test_members_together_take_what_one_would() -> None:
 @pytest.mark.parametrize("batch", [16, 32, 2])
 def test_accumulation_cuts_a_batch_as_more_members_would(samples: int, batch: int) -> None:
     k = 64 // batch
-    alone = {n: p for n in range(k) for p in [Deal(samples, seed=5).share(n, k, batch).indices.tolist()] if p}
+    cursor = samples // 3
+    deal = Deal(samples, seed=5, epoch=1, cursor=cursor)
+    alone = [deal.share(n, k, batch).indices.tolist() for n in range(k)]
+    places = list(itertools.accumulate(map(len, alone), initial=cursor))  # in the epoch's order
     for members in (1, 2):
-        shares = [Deal(samples, seed=5).share(m, members, batch, k // members) for m in range(members)]
-        assert {n: p.tolist() for share in shares for n, p in share.micro_batches.items()} == alone
-        assert [i for share in shares for i in share.indices.tolist()] == [i for p in alone.values() for i in p]
+        shares = [deal.share(m, members, batch, k // members) for m in range(members)]
+        found = {first: piece.tolist() for share in shares for first, piece in share.micro_batches.items()}
+        assert found == {first: piece for first, piece in zip(places, alone, strict=False) if piece}
+        assert [i for share in shares for i in share.indices.tolist()] == [i for p in alone for i in p]
 
 
 def test_order_depends_on_seed_and_epoch_only() -> None:

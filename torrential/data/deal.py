@@ -23,7 +23,7 @@ class Share:
     """What one member takes in one step."""
 
     indices: Tensor  # (n,) long; empty when there are fewer samples left than members
-    micro_batches: dict[int, Tensor]  # the same in pieces, by number among those of all members; none is empty
+    micro_batches: dict[int, Tensor]  # the same in pieces, by place of the first in the epoch's order; none is empty
     total: int  # samples of all members together
 
 
@@ -43,10 +43,10 @@ class Deal:
         pieces = members * accumulate
         take = min(self.samples - self.cursor, pieces * batch_size)
         mine = range(member * accumulate, (member + 1) * accumulate)
-        parts = {number: part(take, number, pieces, batch_size) for number in mine}
+        parts = [part(take, number, pieces, batch_size) for number in mine]
         joined = order(self.samples, self.seed, self.epoch)[self.cursor : self.cursor + take]
-        indices = joined[parts[mine[0]][0] : parts[mine[-1]][1]]
-        return Share(indices, {n: joined[first:last] for n, (first, last) in parts.items() if first < last}, take)
+        micro_batches = {self.cursor + first: joined[first:last] for first, last in parts if first < last}
+        return Share(joined[parts[0][0] : parts[-1][1]], micro_batches, take)
 
     def advance(self, taken: int) -> None:
         """Moves past a step that took `taken` samples (its share's total); past the last sample a new epoch begins."""

@@ -26,7 +26,7 @@ from torrential.usercode import calling
 
 
 class Portion(NamedTuple):
-    position: tuple[int, ...]  # in the run, which all that is random is a function of
+    position: tuple[int, int]  # the epoch, and the place of its first sample in the epoch's order; it seeds all draws
     indices: Tensor
     weight: float  # of its loss
     scale: float | None = None  # of the sides of its images
@@ -46,7 +46,7 @@ class Gradients:
         """In the parameters' `grad`; returns the portions' losses. `last` is called before the last backward."""
         losses, buffers = list[float](), list[Tensor]()
         for done, portion in enumerate(portions, start=1):
-            seed_all(self._device, self._seed, *portion.position)
+            seed_all(self._device, self._seed, 1, *portion.position)
             inputs, targets = self._batches.fetch(portion.indices)
             if portion.scale is not None:
                 inputs = Resize.apply(inputs, portion.scale)

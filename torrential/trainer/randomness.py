@@ -1,4 +1,9 @@
-"""Randomness as a pure function of (seed, purpose, position), so that a step can be redone or resumed exactly."""
+"""Randomness as a pure function of (seed, purpose, position), so that a step can be redone or resumed exactly.
+
+purpose 0    a new model
+purpose 1    training: the epoch, and the place of the batch's first sample in the epoch's order
+purpose 2    evaluation: the step
+"""
 
 from __future__ import annotations
 

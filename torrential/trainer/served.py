@@ -128,7 +128,7 @@ class ServedWorker:
         self._load()
         for parameter in self._parameters:
             parameter.grad = None
-        portion = Portion((1, batch.epoch, batch.first), batch.indices, weight)
+        portion = Portion((batch.epoch, batch.first), batch.indices, weight)
         work = self._no_work if self._dry else Work(self._gradients, [portion])
         (loss,) = self.comm.compute(len(batch.indices), work)
         if not math.isfinite(loss):

@@ -201,8 +201,8 @@ class Worker:
     def _portions(self, share: Share) -> list[Portion]:
         scale = None if self._resize is None else self._resize.at(self.samples / self._schedule.total)
         return [
-            Portion((1, self.step, number), indices, len(indices) / share.total, scale)
-            for number, indices in share.micro_batches.items()
+            Portion((self._deal.epoch, first), indices, len(indices) / share.total, scale)
+            for first, indices in share.micro_batches.items()
         ]
 
     def _no_work(self) -> list[float]:
