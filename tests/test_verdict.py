@@ -84,7 +84,7 @@ def test_medians_and_ranks_that_disagree_are_no_order():
     assert verdict.sentences[0] == "soonest to 90 % accuracy, with no difference seen between them: a and b"
 
 
-def crashing(found: Study, at: float) -> Study:
+def crashing(found: Study, at: float | str) -> Study:
     """The study on a cluster on which worker 2 crashes, and hosts are parted at once."""
     faults = [{"kind": "crash", "worker": 2, "at": at}, {"kind": "partition", "hosts": [0, 1], "at": 0.0}]
     for entry in found.entries:
@@ -108,6 +108,16 @@ def test_faults_that_came_too_late_for_some_trials_are_said():
     assert not any("struck" in line for line in missed)
     few = judge(crashing(study({"a": [1.0]}), 9.5)).sentences
     assert few[0].startswith("not a result") and "struck in none of 1 trial:" in few[-1]
+
+
+def test_a_fault_at_a_share_of_the_run_may_come_too_late_too():
+    found = crashing(study({"allreduce": [5.0, 5.1], "ssp": [6.0, 6.1]}), "50 %")
+    for one in found.entries[1].runs:
+        one.manifest.config["epochs"] = 1  # all of which it needed, where the others needed one of ten
+    assert judge(found).sentences[-1] == (
+        "the crash of worker 2 at 50 % of the run struck in 2 of 4 trials (allreduce 0 of 2, ssp 2 of 2); the others "
+        "had ended before"
+    )
 
 
 def test_trials_are_added_until_the_soonest_is_known():

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
+import msgspec
+
+from torrential.config import RunConfig
+from torrential.optim.schedule import schedule_of
 from torrential.progress import counted, number
+from torrential.strategies import make_strategy
 from torrential.study.results import Entry, Run, Study, unit_of_time
+from torrential.worlds.sim.cluster import CRASHES, Fault, make_cluster
 
 MANY = 3  # faults that are named one by one
 NAMES = {"crash": "crash of", "partition": "partition of", "slow-link": "slow link of"}
@@ -17,33 +22,39 @@ def late_faults(study: Study) -> list[str]:
     planned: dict[str, list[tuple[Entry, bool]]] = {}  # by the fault in words: each trial, and whether it was struck
     for entry in study.entries:
         for run in entry.finished:
-            for words, at in _faults(run):
-                planned.setdefault(words, []).append((entry, at <= _end(run)))
+            for words, struck in _faults(run):
+                planned.setdefault(words, []).append((entry, struck))
     late = {words: trials for words, trials in planned.items() if not all(struck for _, struck in trials)}
     said = [_sentence(words, trials) for words, trials in list(late.items())[:MANY]]
     more = len(late) - len(said)
     return [*said, *([f"{more} more faults came too late for some trials"] if more else [])]
 
 
-def _end(run: Run) -> float:
-    """The moment after which nothing can change the time to the target."""
-    return run.seconds if run.time_to_target is None else run.time_to_target
+def _faults(run: Run) -> Iterator[tuple[str, bool]]:
+    """What the run's cluster plans, in words, and whether it came before the target, or the end of the run: nothing can
+    change the time to the target after that."""
+    for fault in make_cluster(run.config.get("cluster") or {}).faults:
+        if fault.share is None:
+            assert isinstance(fault.at, float)
+            end = run.seconds if run.time_to_target is None else run.time_to_target
+            when, struck = f"{number(fault.at)} {unit_of_time(run.config['world'])}", fault.at <= end
+        else:
+            when, struck = f"{100 * fault.share:g} % of the run", fault.share * _planned(run) <= run.samples
+        yield f"the {NAMES[fault.kind]} {_where(fault)} at {when}", struck
 
 
-def _faults(run: Run) -> Iterator[tuple[str, float]]:
-    """What the run's cluster plans at a given second, in words."""
-    for fault in (run.config.get("cluster") or {}).get("faults", []):
-        if isinstance(at := fault.get("at"), int | float):
-            unit = unit_of_time(run.config.get("world", ""))
-            yield f"the {NAMES.get(fault['kind'], fault['kind'])} {_where(fault)} at {number(at)} {unit}", at
+def _planned(run: Run) -> int:
+    """The samples that the run would train on if it had no target."""
+    config = msgspec.convert(run.config, RunConfig)
+    strategy = make_strategy(config.strategy, config.options)
+    return schedule_of(config, strategy.joined(config.workers, config.batch_size)).total
 
 
-def _where(fault: dict[str, Any]) -> str:
-    for role in ("worker", "server", "host"):
-        if fault.get(role) is not None:
-            return f"{role} {fault[role]}"
-    hosts = fault.get("hosts", [])
-    return f"host{'' if len(hosts) == 1 else 's'} {', '.join(map(str, hosts))}"
+def _where(fault: Fault) -> str:
+    for role in CRASHES:
+        if (number := getattr(fault, role)) is not None:
+            return f"{role} {number}"
+    return f"host{'' if len(fault.hosts) == 1 else 's'} {', '.join(map(str, fault.hosts))}"
 
 
 def _sentence(words: str, trials: list[tuple[Entry, bool]]) -> str:

@@ -65,6 +65,12 @@ class Run:
         """That it trained."""
         return max((step.time for step in self.steps), default=0.0)
 
+    @property
+    def samples(self) -> int:
+        """That it trained on until the target, or its end."""
+        trained = max((step.samples for step in self.steps), default=0)
+        return trained if self._samples_to_target is None else self._samples_to_target
+
     @functools.cached_property
     def bytes_to_target(self) -> int | None:
         """That workers sent until then; None: missed. Between two of its records a worker is taken to have sent evenly,
