@@ -20,6 +20,7 @@ from torrential.worlds.local import nursery
 from torrential.worlds.local.warm import Launched
 
 ROOT = Path(__file__).parents[1]
+CLOSED_PIPE = Path("a pipe that nobody reads")  # in the place of a file
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -64,7 +65,11 @@ class Command:
 
 def _become(args: list[str], out: str, err: str, env: dict[str, str], directory: str) -> None:
     for number, path in enumerate(("/dev/null", out, err)):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY, 0o644)
+        if path == str(CLOSED_PIPE):
+            reading, descriptor = os.pipe()
+            os.close(reading)
+        else:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY, 0o644)
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(directory)

@@ -8,6 +8,7 @@ that fails after its start, go through a command of their own. Where a task's ow
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -23,7 +24,7 @@ import pytest
 import torch
 
 from torrential import checkpoint as checkpoints
-from torrential import cli, records
+from torrential import cli, records, run
 from torrential.config import SIMULATED, Recipe, Settings, without_effect
 from torrential.data.deal import Deal
 from torrential.errors import BadInput
@@ -351,6 +352,107 @@ task = make(train=Broken())
 def test_a_data_set_that_raises(refused: Callable[..., str], tmp_path: Path) -> None:
     message = refused("train", write(tmp_path, RAISING_ITEMS), "--out", tmp_path / "out")
     assert "RuntimeError: cannot decode image-0.png" in message
+
+
+# A task's code that ends the process it runs in: {exit} stands for the call.
+ENDING = {
+    "import": "{exit}\ntask = make()\n",
+    "model": "def model():\n    {exit}\ntask = make(model=model)\n",
+    "loss": "def loss(outputs, targets):\n    {exit}\ntask = make(loss=loss)\n",
+    "item": """
+class Ends(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        {exit}
+
+task = make(train=Ends())
+""",
+    "step": """
+class Ends(nn.Linear):
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled() and (x[:, 0] == inputs[{sentinel}, 0]).any():
+            {exit}
+        return super().forward(x)
+
+task = make(model=lambda: Ends(3, 2))
+""",
+    "evaluation": """
+class Ends(nn.Linear):
+    def forward(self, x):
+        if not self.training:
+            {exit}
+        return super().forward(x)
+
+task = make(model=lambda: Ends(3, 2))
+""",
+}
+
+
+def ending(directory: Path, where: str, how: str) -> Path:
+    text = f"import sys\n{HEAD}{ENDING[where].replace('{exit}', how).replace('{sentinel}', str(SENTINEL))}"
+    return write(directory, text)
+
+
+ENDED = (
+    "the task's code ended the command before it was done (exit status {}, as by os._exit); "
+    "look for that in the model, the loss, the data sets and what they import\n"
+)
+
+
+@pytest.mark.parametrize("status", [0, 7])
+@pytest.mark.parametrize("where", ["import", "model", "loss", "item"])
+def test_a_task_that_ends_the_process_does_not_end_the_command(
+    where: str, status: int, run_cli: Cli, tmp_path: Path
+) -> None:
+    path = ending(tmp_path, where, f"os._exit({status})")
+    message = one_message(run_cli("train", path, "--out", tmp_path / "out"), 1, only=True)
+    assert message == ENDED.format(status)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("where", ["step", "evaluation"])
+def test_a_task_that_ends_a_simulation_is_told_and_its_records_are_kept(
+    where: str, run_cli: Cli, tmp_path: Path
+) -> None:
+    path = ending(tmp_path, where, "os._exit(0)")
+    ended = train_two(run_cli, path, tmp_path / "out", "--world", "sim")
+    assert one_message(ended, 1) == ENDED.format(0)
+    kept = records.read_records(tmp_path / "out" / records.RECORDS)
+    assert any(isinstance(record, records.Step) for record in kept)
+
+
+@pytest.mark.parametrize("where", ["model", "loss", "item"])
+def test_a_task_that_exits_is_bad_input(where: str, refused: Callable[..., str], tmp_path: Path) -> None:
+    path = ending(tmp_path, where, "sys.exit(0)")
+    line = line_of(path.read_text(), "sys.exit(0)")
+    message = f"{path}:{line}: the task's code ended the program (sys.exit(0)); raise an error there, or return"
+    assert refused("train", path, "--out", tmp_path / "out") == f"{message}\n"
+    with pytest.raises(BadInput, match=re.escape(message)):
+        run.train(str(path), out=tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (
+            "step",
+            "all workers are gone (worker {} exited with status 0, as by os._exit in the task's code); go on with",
+        ),
+        (
+            "evaluation",
+            "the observer died 3 times (the last one exited with status 0, as by os._exit in the task's code); go on",
+        ),
+    ],
+)
+def test_a_role_that_ends_itself_has_died(where: str, said: str, run_cli: Cli, tmp_path: Path) -> None:
+    message = one_message(train_two(run_cli, ending(tmp_path, where, "os._exit(0)"), tmp_path / "out"), 1)
+    assert message.startswith(said.format(1 - place_of(SENTINEL)[1]))
+    kept = records.read_records(tmp_path / "out" / records.RECORDS)
+    lost = [record for record in kept if isinstance(record, records.Event) and record.event.endswith("_lost")]
+    assert len(lost) == 2
 
 
 def test_a_task_file_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
