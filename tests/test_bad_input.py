@@ -423,11 +423,18 @@ def test_a_task_that_ends_a_simulation_is_told_and_its_records_are_kept(
     assert any(isinstance(record, records.Step) for record in kept)
 
 
-@pytest.mark.parametrize("where", ["model", "loss", "item"])
-def test_a_task_that_exits_is_bad_input(where: str, refused: Callable[..., str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "part"),
+    [
+        ("model", "model factory"),
+        ("loss", "loss on outputs (2, 1) and targets (2,)"),
+        ("item", "training data"),
+    ],
+)
+def test_a_task_that_exits_is_bad_input(where: str, part: str, refused: Callable[..., str], tmp_path: Path) -> None:
     path = ending(tmp_path, where, "sys.exit(0)")
     line = line_of(path.read_text(), "sys.exit(0)")
-    message = f"{path}:{line}: the task's code ended the program (sys.exit(0)); raise an error there, or return"
+    message = f"the task's {part} raised SystemExit: 0 ({path}:{line})"
     assert refused("train", path, "--out", tmp_path / "out") == f"{message}\n"
     with pytest.raises(BadInput, match=re.escape(message)):
         run.train(str(path), out=tmp_path / "out", progress=False)

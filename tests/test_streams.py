@@ -17,8 +17,8 @@ from command import CLOSED_PIPE, CONTEXT, Command, forked_nursery
 from made_up import config, write_run
 
 from torrential import run, streams
-from torrential.progress import standard_error
 from torrential.records import Evaluation, Summary, read_records
+from torrential.terminal import standard_error
 
 pytestmark = pytest.mark.timeout(120)
 

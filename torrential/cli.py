@@ -326,7 +326,7 @@ def main() -> None:
             "in the model, the loss, the data sets and what they import"
         )
         code = 1
-    os._exit(code) if code else sys.exit(0)
+    os._exit(code)  # this process has nothing to take down
 
 
 def _fail(message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -247,7 +248,7 @@ def _compare(asked: Asked, out: Path | None, err: Terminal) -> Study:
     from torrential.study.runner import Train
     from torrential.study.watch import Watching
 
-    kept = read_question(out).measured if out is not None and (out / STUDY).exists() else []
+    kept = read_question(out).measured if out is not None and os.path.exists(out / STUDY) else []
     question, task = make_question(asked, sys.argv, kept)
     directory = out or fresh_directory(f"compare-{Path(question.task).stem}")
     onward = f"finished runs are kept; go on with: torrential compare --resume {directory}"

@@ -93,6 +93,7 @@ class _Run:
         self._complaints = Complaints(self._workers, self._event)
         self._dismissed = False
         self._done = False
+        self._statuses: dict[int, int] = {}  # of processes that have ended, by pid
         self._handlers: dict[type, Callable[[Member, Any, list[Tensor]], None]] = {
             m.Hello: self._hello,
             m.BufferWanted: self._buffer,
@@ -341,16 +342,17 @@ class _Run:
         return self._served and self._may_be_replaced(member)
 
     def _how(self, member: Member) -> str:
-        """How a process ended, once the nursery has reaped it."""
+        """How a process ended. The nursery tells, before its connection closes or shortly after."""
         with contextlib.suppress(queue.Empty):
-            while True:
+            while member.pid not in self._statuses:
                 report = self._crew.reports.get(timeout=1.0)
-                if isinstance(report, Ended) and report.pid == member.pid:
-                    return _ending(report.status)
-        return "ended"
+                if isinstance(report, Ended):
+                    self._statuses[report.pid] = report.status
+        return _ending(self._statuses[member.pid]) if member.pid in self._statuses else "ended"
 
     def _ended(self, pid: int, status: int) -> None:
         """A process has ended. Connections tell of those that had said hello; here come those that never did."""
+        self._statuses[pid] = status
         observer = self._observers.current
         if observer.pid == pid and observer.connection is None:
             return self._observers.gone(observer, lambda: _ending(status))
