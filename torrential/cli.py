@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torrential import completion, processes, streams
+from torrential import completion, descriptors, processes, streams
 from torrential.errors import BadInput, TorrentialError
 from torrential.study import command as studies
 from torrential.terminal import Terminal, printable_json
@@ -298,6 +298,9 @@ def _end(signum: int, frame: FrameType | None) -> None:
 @contextlib.contextmanager
 def _launching(local: bool = True) -> Iterator[Launch | None]:
     signal.signal(signal.SIGTERM, _end)
+    descriptors.raise_limit()
+    if local:
+        descriptors.check_descriptors(roles=1)  # before anything is started
     launch = Launch() if local else None
     try:
         yield launch
@@ -339,7 +342,8 @@ def carry_out() -> int:
     output is a pipe that was closed, as of any program that SIGPIPE ends."""
     code = 0
     try:
-        code = app(standalone_mode=False) or 0
+        with descriptors.explained():
+            code = app(standalone_mode=False) or 0
     except TorrentialError as error:
         _fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
         code = error.exit_code

@@ -21,6 +21,7 @@ from torrential.comm.schedules import ALGORITHMS
 from torrential.config import Recipe, RunConfig, Settings
 from torrential.data.batches import Batches
 from torrential.data.resize import Resize
+from torrential.descriptors import check_descriptors
 from torrential.errors import BadInput, UnknownName
 from torrential.locks import lock_directory
 from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe, without_effect
@@ -95,6 +96,7 @@ def prepare(asked: Request, out: Path | None) -> Job:
     servers = _servers(asked, strategy, settings, model)
     cluster = _cluster(asked, settings, servers)
     if cluster is None:
+        check_descriptors(asked.workers + servers)
         settings = _check_native(settings, device, asked.workers)
     Slow.parse(settings.slow, asked.workers)
     config = RunConfig(

@@ -15,6 +15,7 @@ from torrential.comm.costs import Fitted, machine
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.shared import MAX_RANKS
 from torrential.config import Settings
+from torrential.descriptors import check_descriptors
 from torrential.errors import BadInput, RunFailed, UnknownName
 from torrential.records import Event, Record
 from torrential.worlds.base import Job, Listener
@@ -93,6 +94,7 @@ def ask(workers: int, sizes: str, transport: str, algorithms: str | None, rounds
         if name not in here:
             raise BadInput(ELSEWHERE[name]) if name in ELSEWHERE else UnknownName("algorithm", name, here)
     unique = list(dict.fromkeys(names))
+    check_descriptors(workers)
     return Ask(workers, sorted({_bytes(text) for text in sizes.split(",")}), transport, unique, rounds, fresh)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torrential import shipping
+from torrential import descriptors, shipping
 from torrential.comm.messenger import Messenger
 from torrential.comm.post import Post
 from torrential.trainer.served import ServedWorker
@@ -45,18 +45,19 @@ def main(spawn: Spawn) -> int:
     link = Link(spawn.address, spawn.token, hello, CONNECT_SECONDS)
     worker: Any = None  # the context of its program, once it is built
     try:
-        job = _open(spawn)
-        if spawn.role == "observer":
-            observe(job, link)
-        elif spawn.role == "server":
-            assert post is not None
-            serve(job, spawn.rank, link, post)
-        else:
-            worker, comm = _build(job, spawn.rank, spawn.life, link, messenger, post)
-            link.send(m.Ready())
-            if job.strategy.served:
-                comm.begin()
-            job.strategy.worker(worker)
+        with descriptors.explained():
+            job = _open(spawn)
+            if spawn.role == "observer":
+                observe(job, link)
+            elif spawn.role == "server":
+                assert post is not None
+                serve(job, spawn.rank, link, post)
+            else:
+                worker, comm = _build(job, spawn.rank, spawn.life, link, messenger, post)
+                link.send(m.Ready())
+                if job.strategy.served:
+                    comm.begin()
+                job.strategy.worker(worker)
         return 0
     except BaseException as error:  # user code may raise anything, SystemExit included
         link.send(m.Failed(describe(error, None if worker is None else worker.step + 1)))

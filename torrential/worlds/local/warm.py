@@ -76,7 +76,9 @@ class Launched(Launch):
         self.socket.close()
         if self._ended is None:
             return
-        if not select.select([self._ended], [], [], END_SECONDS)[0]:
+        ended = select.poll()  # select itself knows the first 1,024 descriptors only
+        ended.register(self._ended, select.POLLIN)
+        if not ended.poll(1000 * END_SECONDS):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._ended, signal.SIGKILL)
         os.close(self._ended)

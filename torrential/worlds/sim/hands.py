@@ -27,6 +27,7 @@ from msgspec.msgpack import decode, encode
 from torch import nn
 
 from torrential.config import RunConfig
+from torrential.descriptors import explained
 from torrential.errors import RunFailed, TorrentialError
 from torrential.processes import start_helper
 from torrential.shipping import pack
@@ -94,7 +95,8 @@ class Hands:
     def _start(self, model: nn.Module) -> None:
         while self._count:
             self._count -= 1
-            hand = _Hand(self._task, self._config, model)
+            with explained():
+                hand = _Hand(self._task, self._config, model)
             self._hands[hand.line.fileno()] = hand
             self._poll.register(hand.line, select.POLLIN)
 
