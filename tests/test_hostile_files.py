@@ -146,15 +146,18 @@ def nested(depth: int) -> str:
 def test_json_nested_too_deeply_is_damaged(tmp_path: Path, depth: int) -> None:
     write_run(tmp_path / "run", config(), 1.0)
     for name in (MANIFEST, STUDY):
-        (tmp_path / "run" / name).write_text(nested(depth))
+        (tmp_path / "run" / name).write_text(f'{{"format": 1, "config": {{"options": {nested(depth)}}}}}')
     for read in (read_manifest, read_question):
         with pytest.raises(BadInput, match=r"is damaged .*nested"):
             read(tmp_path / "run")
-    (tmp_path / "run" / RECORDS).write_text(nested(depth) + "\n\n" + '{"kind":"event","event":"x","time":0}\n')
-    with pytest.raises(BadInput, match=r"line 1 of .* is no record \(b'\[\[\["):
-        read_records(tmp_path / "run" / RECORDS)
     (tmp_path / "good").write_text(nested(DEEPEST_JSON))
     assert read_json(tmp_path / "good")
+
+
+def test_a_record_nested_too_deeply_is_none(study: Path) -> None:
+    path = study / "runs" / "ssp-1" / RECORDS
+    path.write_text(f'{{"kind":"event","event":"x","more":{nested(20_000)},"time":0}}\n' + path.read_text())
+    assert f"line 1 of {path} is no record" in tell(study)
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
@@ -302,14 +305,19 @@ def test_names_of_tasks_strategies_events_and_directories_are_written_out(study:
     (study / "runs" / "ssp-1").rename(study / "runs" / f"ssp-{EVIL}")
     said = tell(study / "runs")
     assert not COMMANDS.search(said)
-    assert r"has characters that cannot be shown; rename it" in said
-    assert r"\x1b]0;evil" in said
+    assert r"\x1b]0;evil" in said and r"\u001b]0;evil" in said  # in the table, and in the JSON
 
 
 def test_a_directory_whose_name_is_no_text_is_left_out(study: Path) -> None:
     (study / STUDY).unlink()
     os.rename(study / "runs" / "ssp-1", os.fsencode(study / "runs") + b"/ssp-\xff")
-    assert r"runs/ssp-\udcff has characters that cannot be shown" in tell(study / "runs")
+    assert r"runs/ssp-\udcff is not UTF-8; rename it" in tell(study / "runs")
+
+
+def test_an_argument_that_is_no_text_is_named(run_cli: Callable[..., Any], tmp_path: Path) -> None:
+    done = run_cli("train", "digits", "--out", os.fsdecode(os.fsencode(tmp_path) + b"/x\xff"))
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+    assert r"/x\udcff is not UTF-8; give another name" in done.stderr
 
 
 def test_only_one_place_makes_consoles() -> None:

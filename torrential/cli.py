@@ -18,7 +18,7 @@ import typer
 from torrential import completion, descriptors, processes, streams
 from torrential.errors import BadInput, TorrentialError
 from torrential.study import command as studies
-from torrential.terminal import Terminal, printable_json
+from torrential.terminal import Terminal, printable, printable_json
 from torrential.version import __version__
 from torrential.worlds.local.launch import Launch
 
@@ -342,6 +342,7 @@ def carry_out() -> int:
     output is a pipe that was closed, as of any program that SIGPIPE ends."""
     code = 0
     try:
+        _check_arguments()
         with descriptors.explained():
             code = app(standalone_mode=False) or 0
     except TorrentialError as error:
@@ -387,6 +388,15 @@ def _check_output() -> int:
         return 128 + signal.SIGPIPE
     _fail(f"standard output: {lost.strerror}; write it elsewhere (a run's result is also at the end of records.jsonl)")
     return 1
+
+
+def _check_arguments() -> None:
+    """Names of files need not be text, but manifests, records and pages that name them are."""
+    for argument in sys.argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError as error:
+            raise BadInput(f"the argument {printable(argument)} is not UTF-8; give another name") from error
 
 
 def _usage(error: Any) -> str:

@@ -61,8 +61,10 @@ def _runs_in(directory: Path) -> list[Path]:
 
 def read_run(directory: Path) -> Run:
     """Raises BadInput where there is nothing to be had."""
-    if (name := printable(str(directory))) != str(directory):
-        raise BadInput(f"the name of {name} has characters that cannot be shown; rename it")
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError as error:  # no page, table or JSON could name it
+        raise BadInput(f"the name of {printable(str(directory))} is not UTF-8; rename it") from error
     manifest = records.read_manifest(directory)
     try:
         msgspec.convert(manifest.config, RunConfig)
