@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import torrential as tt
-from tests.test_equivalence import TOLERANCE, assert_equal_models, fresh, plain_loop
+from tests.test_equivalence import TOLERANCE, assert_equal_models, fresh, half_loop, half_task, plain_loop
 from torrential.records import Evaluation, Step
 from torrential.strategies import STRATEGIES
 from torrential.tasks import load_task
@@ -35,10 +35,12 @@ JOINED: dict[str, dict[str, Any]] = {  # ... and with which many are one with a 
 }
 
 
-def train(out: Path, world: str, strategy: str, workers: int, **options: Any) -> tt.TrainResult:
+def train(
+    out: Path, world: str, strategy: str, workers: int, task: tt.Task | str = "digits-mlp", **options: Any
+) -> tt.TrainResult:
     served = {"servers": 2} if STRATEGIES[strategy].served else {}
     given = WORLDS[world] | served | {"device": "cpu", "progress": False} | options
-    return tt.train("digits-mlp", strategy, workers=workers, world=world, out=out, **given)
+    return tt.train(task, strategy, workers=workers, world=world, out=out, **given)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,14 @@ def test_one_worker_is_a_plain_loop(strategy: str, world: str, task: tt.Task, tm
     alone = train(tmp_path / "run", world, strategy, 1, steps=20, lr=0.05, **PLAIN[strategy])
     assert alone.summary.steps == 20
     assert_equal_models(alone.model, plain(task, task.batch_size, 20), TOLERANCE)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("strategy", PLAIN)
+def test_one_worker_is_a_plain_loop_in_half_precision(strategy: str, world: str, tmp_path: Path) -> None:
+    task = half_task(torch.bfloat16)
+    alone = train(tmp_path / "run", world, strategy, 1, task, steps=20, **PLAIN[strategy])
+    assert_equal_models(alone.model, half_loop(task, task.batch_size), 0.0)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -323,6 +323,46 @@ def test_an_uneven_last_batch_counts_for_what_it_is(workers: int, samples: int, 
     assert asked[:samples] != asked[samples:]
 
 
+class Sums(nn.Module):
+    """Of half precision, without a matrix product: on some CPUs oneDNN's kills the process."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.enter = nn.Parameter(torch.randn(16, 24).mul(0.3).to(dtype))
+        self.bias = nn.Parameter(torch.zeros(24, dtype=dtype))
+        self.leave = nn.Parameter(torch.randn(24, 4).mul(0.3).to(dtype))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = (inputs.to(self.enter.dtype)[:, :, None] * self.enter).sum(1) + self.bias
+        return (hidden.tanh()[:, :, None] * self.leave).sum(1).float()
+
+
+def half_task(dtype: torch.dtype) -> tt.Task:
+    return small_task(160, model=lambda: Sums(dtype))
+
+
+def half_loop(task: tt.Task, batch: int) -> nn.Module:
+    """20 steps with the optimizer that is not fused."""
+    model, before = fresh(task), fresh(task)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    plain_loop(task, optimizer, model, batch, steps=20)
+    for moved, begun in zip(model.parameters(), before.parameters(), strict=True):
+        assert (moved - begun).abs().max() > 0.1, "nothing was learnt, so nothing is shown"
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("carrier", [{}, {"transport": "tcp"}], ids=["shared", "tcp"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_half_precision_is_trained_as_by_a_plain_loop(
+    workers: int, carrier: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Alone bit by bit; together but for roundings, since each worker rounds its part of the gradient."""
+    task = half_task(dtype)
+    ours = train(task, tmp_path / "ours", workers=workers, steps=20, **carrier).model
+    assert_equal_models(ours, half_loop(task, 8 * workers), 0.0 if workers == 1 else 8 * torch.finfo(dtype).eps)
+
+
 class Lars(torch.optim.Optimizer):
     """Layer-wise adaptive rates (You et al. 2017) in their smallest form: the norms of whole tensors matter."""
 

@@ -18,13 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from torrential.errors import BadInput, UnknownName
+from torrential.fused import agrees, has_fused_kernel
 from torrential.usercode import calling, name_of_file
-
-# Classes with a fused kernel, by the kind of device it exists on; several times faster on a flat buffer.
-_FUSED = {
-    "cpu": (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad),
-    "cuda": (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW),
-}
 
 
 @dataclass(frozen=True)
@@ -46,15 +41,29 @@ class OptimizerSpec:
         """The optimizer over `params`, with torch's fused kernel wherever that is only a matter of speed."""
         params = list(params)
         options = dict(self.options)
+        kind = self.kind if options.get("differentiable") else _without_compiler(self.kind)  # type: ignore[arg-type]
         # torch refuses fused with foreach or differentiable, and for parameters that are not floating point;
         # it also has no fused kernel for sparse gradients: a task with those sets fused=False.
         # SGD's kernel also refuses a parameter that is first used later than others; we start momentum from zero to
         # avoid that, which is the same unless there is dampening.
         chosen = {"fused", "foreach", "differentiable"} & options.keys() or options.get("dampening")
-        if self.kind in _FUSED.get(device_type, ()) and not chosen and all(p.is_floating_point() for p in params):
+        may = has_fused_kernel(self.kind, device_type) and all(p.is_floating_point() for p in params)
+        if may and not chosen and not self._wrongly_fused(kind, params, device_type):
             options["fused"] = True
-        kind = self.kind if options.get("differentiable") else _without_compiler(self.kind)  # type: ignore[arg-type]
-        return kind(self._groups(params, list(names)), lr=self.lr, **options)  # type: ignore[call-arg]
+        built = kind(self._groups(params, list(names)), lr=self.lr, **options)  # type: ignore[call-arg]
+        if may and self.options.get("fused") and (wrong := self._wrongly_fused(kind, params, device_type)):
+            raise BadInput(
+                f"torch's fused {kind.__name__} does not give the numbers of the ordinary one for parameters of "
+                f"{', '.join(wrong)} on {device_type}; leave out fused=True"
+            )
+        return built
+
+    def _wrongly_fused(self, kind: type[torch.optim.Optimizer], params: list[Tensor], device_type: str) -> list[str]:
+        """The dtypes for which the fused kernel is not to be trusted."""
+        options = {name: value for name, value in self.options.items() if name != "fused"}
+        groups = [options, *([{**options, "weight_decay": 0.0}] if self.exempt else [])]
+        dtypes = {str(p.dtype).removeprefix("torch."): p.dtype for p in params}
+        return [n for n, dtype in dtypes.items() if not all(agrees(kind, dtype, device_type, g) for g in groups)]
 
     def _groups(self, params: list[Tensor], names: list[str]) -> list[Any]:
         spared = [p for p, name in zip(params, names, strict=bool(names)) if name in self.exempt]
