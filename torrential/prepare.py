@@ -33,6 +33,7 @@ from torrential.strategies.base import Strategy
 from torrential.task import Task, build_model, with_validation
 from torrential.tasks import check_own, load_task
 from torrential.terminal import standard_error
+from torrential.trainer.optimizer import check_optimizer
 from torrential.trainer.slow import Slow
 from torrential.usercode import calling
 from torrential.version import __version__
@@ -236,6 +237,7 @@ def _check_recipe(
             f"try --lr {40 * config.lr:g}"
         )
     model = adapt_model(recipe, model)
+    check_optimizer(config, strategy, strategy.optimizer(adapt_optimizer(recipe, task.optimizer, model)), model)
     if recipe.resize is not None:
         _try_resized(Resize.parse(recipe.resize), task, model, sample)
     return describe(recipe, schedule, joined, model), warnings

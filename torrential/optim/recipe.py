@@ -28,7 +28,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "zero_gamma": True,
     },
 }
-_LAYERWISE = {"lars": (torch.optim.SGD, LARS), "lamb": (torch.optim.Adam, LAMB)}
+_LAYERWISE = {"lars": ((torch.optim.SGD,), LARS), "lamb": ((torch.optim.Adam, torch.optim.AdamW), LAMB)}
+_FOR_SPEED = ("fused", "foreach", "capturable", "differentiable")  # options that change no number
 
 
 def make_recipe(options: dict[str, Any]) -> Recipe:
@@ -54,12 +55,16 @@ def adapt_optimizer(recipe: Recipe, spec: OptimizerSpec, model: nn.Module) -> Op
     if recipe.layerwise == "none":
         return spec
     ordinary, layerwise = _LAYERWISE[recipe.layerwise]
-    if not issubclass(spec.kind, ordinary):
+    first = ordinary[0].__name__
+    if spec.kind not in ordinary:  # a subclass would lose what it does by itself
         raise BadInput(
-            f"layerwise={recipe.layerwise} goes with {ordinary.__name__} "
-            f"(the task's optimizer: {spec.kind.__name__}); give the task optimizer({ordinary.__name__.lower()!r}, ...)"
+            f"layerwise={recipe.layerwise} goes with {first} "
+            f"(the task's optimizer: {spec.kind.__name__}); give the task optimizer({first.lower()!r}, ...)"
         )
     kept = ("momentum", "weight_decay") if layerwise is LARS else ("betas", "eps", "weight_decay")
+    lost = [f"{name}={value!r}" for name, value in spec.options.items() if value and name not in kept + _FOR_SPEED]
+    if lost:
+        raise BadInput(f"{layerwise.__name__} has no {', '.join(lost)}, which the task's optimizer has; leave it out")
     options = {name: value for name, value in spec.options.items() if name in kept}
     if layerwise is LARS:
         options["trust"] = recipe.trust

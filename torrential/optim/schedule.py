@@ -83,6 +83,10 @@ class Schedule:
             return self.base + (peak - self.base) * seen / self.warmup
         return peak * self._decay(seen) * self.growth(seen, joined)
 
+    def constant(self, joined: int) -> bool:
+        """Whether the rate is the task's own all the time."""
+        return self.recipe.schedule == "constant" and not self.warmup and self.scale(joined) == 1.0
+
     def _decay(self, seen: int) -> float:
         recipe = self.recipe
         after = min(1.0, (seen - self.warmup) / max(1.0, self.total - self.warmup))

@@ -85,22 +85,26 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def state_keys(spec: OptimizerSpec, dtype: torch.dtype) -> dict[str, float] | None:
-    """The optimizer's per-element state and its initial value, or None if it cannot be run on slices of tensors.
+# These very classes treat every element alike and keep, besides tensors of the parameter's shape, only a step count. A
+# subclass may do anything.
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+)
 
-    Found out by trying: slices are possible for optimizers that treat every element alike and keep, besides tensors
-    of the parameter's shape, only a step count.
-    """
-    if spec.kind not in (
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adagrad,
-        torch.optim.RMSprop,
-    ):
+
+def is_elementwise(spec: OptimizerSpec) -> bool:
+    """Whether the optimizer may be run on any part of a flat vector; all others get whole tensors (params/whole.py)."""
+    return spec.kind in ELEMENTWISE and not spec.options.get("dampening")  # with which the first step is another
+
+
+def state_keys(spec: OptimizerSpec, dtype: torch.dtype) -> dict[str, float] | None:
+    """The optimizer's per-element state and its initial value, or None if it cannot be run on slices of tensors."""
+    if not is_elementwise(spec):
         return None
-    if spec.options.get("dampening"):
-        return None  # the first step differs from the others
     initial, state = _try(spec, dtype)
     return {k: initial.get(k, 0.0) for k, v in state.items() if v.numel() == 2}
 
@@ -120,10 +124,6 @@ def _try(spec: OptimizerSpec, dtype: torch.dtype) -> tuple[dict[str, float], dic
     return initial, {k: v for k, v in optimizer.state[probe].items() if torch.is_tensor(v)}
 
 
-def choose(comm: Comm, spec: OptimizerSpec, layout: Layout, device: torch.device) -> bool:
+def choose(comm: Comm, spec: OptimizerSpec, device: torch.device) -> bool:
     """Whether one common copy can be used: memory is shared, on the host, and the optimizer works on slices."""
-    return (
-        comm.shares_memory
-        and device.type == "cpu"
-        and all(state_keys(spec, dtype) is not None for dtype in layout.sizes)
-    )
+    return comm.shares_memory and device.type == "cpu" and is_elementwise(spec)

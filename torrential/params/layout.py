@@ -6,8 +6,9 @@ bucket is one contiguous region and the first buckets are ready first. Tied weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ class Entry:
     shape: torch.Size
     dtype: torch.dtype
     start: int  # in the flat vector of its dtype
+    marks: Mapping[str, Any] = field(default_factory=dict, compare=False)  # attributes that the model has given it
 
     @property
     def stop(self) -> int:
@@ -82,7 +84,7 @@ def plan(model: nn.Module, bucket_bytes: int) -> Layout:
     for name, parameter in reversed(named):
         dtype = parameter.dtype
         start = sizes.get(dtype, 0)
-        entry = Entry(len(entries), name, parameter.shape, dtype, start)
+        entry = Entry(len(entries), name, parameter.shape, dtype, start, dict(vars(parameter)))
         sizes[dtype] = -(-entry.stop // ALIGNMENT) * ALIGNMENT
         entries.append(entry)
         if not groups or filled >= bucket_bytes or groups[-1][0].dtype != dtype:

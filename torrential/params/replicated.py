@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from torrential.comm.protocol import Comm, Handle, Standing
-from torrential.params.home import Finished, Update, dtype_name, flat_gradient, gradients
+from torrential.errors import RunFailed
+from torrential.optim.rates import Rates
+from torrential.params.home import Finished, Update, dtype_name, flat_gradient, gradients, is_elementwise
 from torrential.params.layout import Bucket, Entry, Layout
+from torrential.params.whole import form_of, in_order, is_number
 from torrential.task import OptimizerSpec
 
 
@@ -36,7 +39,12 @@ class ReplicatedParameters:
         self.comm, self.layout, self.spec, self.device = comm, layout, spec, device
         self.counts = [0] * len(layout.entries)
         self._parameters = gradients(model, layout)
-        self._optimizer = spec.build(self._parameters, device.type, [e.name for e in layout.entries])
+        ordered = in_order(layout)  # as the model defines them: an optimizer may look at that
+        self._optimizer = spec.build(
+            [self._parameters[e.index] for e in ordered], device.type, [e.name for e in ordered]
+        )
+        self._rates = Rates(self._optimizer, spec.lr)
+        self._form = None if is_elementwise(spec) else form_of(spec, layout, _computing(device))
         self._begin_momentum()
         self._staged = meeting.type != device.type  # gradients travel to the host and back
         self._summed: dict[torch.dtype, Tensor] = {}
@@ -94,9 +102,9 @@ class ReplicatedParameters:
                 parameter.grad = _as_laid_out(_dense(parameter.grad), parameter)
             if update.scale != 1.0 and parameter.grad is not None:
                 parameter.grad *= update.scale
-        for group in self._optimizer.param_groups:
-            group["lr"] = update.lr
+        self._rates.set(update.lr)
         self._optimizer.step()
+        self._rates.check()
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -112,11 +120,13 @@ class ReplicatedParameters:
 
     # -- snapshots ----------------------------------------------------------------------------------------------
     def _states(self) -> Iterator[tuple[int, str, Tensor]]:
-        """Every tensor of the optimizer's state: entry, key, value."""
+        """Every tensor and number of the optimizer's state: entry, key, value."""
         for index, parameter in enumerate(self._parameters):
             for key, value in self._optimizer.state[parameter].items():
                 if torch.is_tensor(value):
                     yield index, key, value
+                elif is_number(value):
+                    yield index, key, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
     def flat(self) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
@@ -135,12 +145,20 @@ class ReplicatedParameters:
         return {f"{entries[index].name}/{key}": value.detach().cpu() for index, key, value in odd}
 
     def load(self, flat: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> None:
+        form = self._form
+        if form is not None and form.outside is not None:
+            raise RunFailed(
+                f"{self.spec.kind.__name__} keeps {form.outside} outside of its state, which no checkpoint holds, so "
+                "nobody can go on from where it was; keep it in self.state[parameter], or start another run"
+            )
         by_name = {e.name: p for e, p in zip(self.layout.entries, self._parameters, strict=True)}
         for name, vector in flat.items():
             dtype, _, key = name.partition("/")
             for entry in self.layout.entries:
                 if dtype_name(entry.dtype) != dtype or (key and not self.counts[entry.index]):
                     continue
+                if key and form is not None and key not in form.elements[entry.index]:
+                    continue  # other tensors have that
                 parameter = by_name[entry.name]
                 if key:
                     state = torch.empty_like(parameter, dtype=vector.dtype, requires_grad=False)
@@ -149,7 +167,15 @@ class ReplicatedParameters:
                     parameter.data.copy_(entry.view(vector))
         for name, tensor in extras.items():
             named, _, key = name.rpartition("/")
-            self._optimizer.state[by_name[named]][key] = tensor.clone()
+            kind = None if form is None else form.numbers.get(key)
+            self._optimizer.state[by_name[named]][key] = (
+                kind(tensor.item()) if isinstance(kind, type) else tensor.clone()
+            )
+
+
+def _computing(device: torch.device) -> str:
+    """Where an optimizer can be tried: nothing is computed on torch's meta device."""
+    return "cpu" if device.type == "meta" else device.type
 
 
 def _dense(grad: Tensor) -> Tensor:

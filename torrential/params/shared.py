@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from torrential.comm.protocol import Comm, Handle, Part, Standing
 from torrential.comm.shared import MAX_RANKS
+from torrential.optim.rates import Rates
 from torrential.params.home import Finished, Update, counts_steps, dtype_name, flat_gradient, gradients, state_keys
 from torrential.params.layout import Bucket, Layout, Piece
 from torrential.task import OptimizerSpec
@@ -42,16 +43,17 @@ class Unit:
     parameters: list[Tensor]  # views of the common vector
     states: list[list[Tensor]]  # per piece, views of the common state
     optimizer: torch.optim.Optimizer
+    rates: Rates
 
     def contents(self) -> list[Tensor]:
         return [t for p, s in zip(self.parameters, self.states, strict=True) for t in (p, *s)]
 
     def step(self, update: Update, summed: list[Tensor | None]) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = update.lr
+        self.rates.set(update.lr)
         for parameter, grad in zip(self.parameters, summed, strict=True):
             parameter.grad = grad if grad is None or update.scale == 1.0 else grad * update.scale
         self.optimizer.step()
+        self.rates.check()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -218,7 +220,7 @@ class SharedParameters:
             optimizer.state[parameter] = dict(zip(self._states[dtype], views, strict=True))
             if self._counted:
                 optimizer.state[parameter]["step"] = torch.tensor(float(counts[piece.entry.index]))
-        return Unit(pieces, parameters, states, optimizer)
+        return Unit(pieces, parameters, states, optimizer, Rates(optimizer, self.spec.lr))
 
     # -- snapshots ----------------------------------------------------------------------------------------------
     def flat(self) -> dict[str, Tensor]:

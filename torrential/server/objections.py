@@ -44,6 +44,10 @@ def _wrong_values(shard: Shard, ask: Ask) -> str | None:
     kind = type(request)
     if isinstance(request, Push) and not math.isfinite(request.lr * request.scale):
         return "pushed with a learning rate or scale that is not finite"
+    if isinstance(request, Push) and tensors:
+        wrong = shard.optimizer.objection(request.spans, request.keys)
+        if wrong is not None:
+            return wrong
     if kind is not Put and request.keys:  # type: ignore[attr-defined]
         wrong = _wrong_keys(shard, tensors)
         if wrong is not None:

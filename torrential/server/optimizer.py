@@ -20,8 +20,10 @@ from torch import Tensor
 
 from torrential.comm.protocol import Mail
 from torrential.errors import BadInput
-from torrential.params.home import state_keys
+from torrential.optim.rates import Rates
+from torrential.params.home import counts_steps, is_elementwise, state_keys
 from torrential.params.layout import Layout, Piece
+from torrential.params.whole import Form, form_of
 from torrential.server.messages import Span
 from torrential.task import OptimizerSpec
 
@@ -40,7 +42,8 @@ class Store:
             )
         ((self.dtype, self.numel),) = layout.sizes.items()
         self.layout, self.spec, self._comm, self._name = layout, spec, comm, name
-        self.initial, self.counted = _probe(spec, self.dtype)
+        self.form = _form(layout, spec)
+        self.initial, self.counted = _initial(layout, spec, self.form)
         self.parameters = self._buffer("parameters")
         self.states = {name: self._buffer(f"states/{name}") for name in self.initial}
         self._views: dict[Span, Tensor] = {}
@@ -83,42 +86,55 @@ class Store:
             self.states[name][start:stop].fill_(value)
 
 
-def state_names(spec: OptimizerSpec, dtype: torch.dtype) -> list[str]:
+def state_names(layout: Layout, spec: OptimizerSpec) -> list[str]:
     """Of the optimizer's per-element states, in a store's order."""
-    return list(_probe(spec, dtype)[0])
+    return list(_initial(layout, spec, _form(layout, spec))[0])
 
 
 def bounds(layout: Layout, spec: OptimizerSpec) -> list[int] | None:
     """The only keys at which the vector may be cut for this optimizer; None: anywhere."""
+    form = _form(layout, spec)
+    if form is None:
+        return None
+    return [entry.start for entry in layout.entries] if form.separable else [0]
+
+
+def _form(layout: Layout, spec: OptimizerSpec) -> Form | None:
+    """Of an optimizer that is run on whole tensors (server/whole.py); refuses those that servers cannot keep."""
     (dtype,) = layout.sizes
-    return None if state_keys(spec, dtype) is not None else [entry.start for entry in layout.entries]
+    if dtype.is_complex:
+        raise BadInput("servers keep real numbers (the model's parameters: complex); use --strategy allreduce")
+    if is_elementwise(spec) or not dtype.is_floating_point:
+        return None  # a store of whole numbers has no use for the optimizer
+    form = form_of(spec, layout)
+    why = form.others
+    if form.draws:
+        why = "it draws random numbers, which replicas would draw otherwise"
+    elif form.outside is not None:
+        why = f"it keeps {form.outside} outside of its state, which replicas and checkpoints do not get"
+    if why is not None:
+        raise BadInput(
+            f"{spec.kind.__name__} cannot be run on a parameter server: {why}; use another optimizer, or --strategy "
+            "allreduce"
+        )
+    return form
 
 
-def _probe(spec: OptimizerSpec, dtype: torch.dtype) -> tuple[dict[str, float], bool]:
-    """The optimizer's per-element state with its initial values, and whether it counts steps. Found out by trying."""
-    if not dtype.is_floating_point:
-        return {}, False  # a store of whole numbers; nothing goes through the optimizer
-    try:
-        probe = torch.zeros(2, dtype=dtype)
-        optimizer = spec.build([probe])
-        initial = {k: float(v.flatten()[0]) for k, v in optimizer.state[probe].items() if torch.is_tensor(v)}
-        probe.grad = torch.zeros(2, dtype=dtype)
-        optimizer.step()
-    except Exception as error:
-        raise BadInput(f"{spec.kind.__name__} cannot be run on a parameter server: {error}; use another") from error
-    state = optimizer.state[probe]
-    odd = [k for k, v in state.items() if not torch.is_tensor(v) or v.numel() not in (1, 2)]
-    if odd or spec.options.get("dampening"):
-        why = f"its state {odd[0]!r} is of another shape" if odd else "with dampening the first step is another"
-        raise BadInput(f"{spec.kind.__name__} cannot be run on a parameter server: {why}; use another")
-    return {k: initial.get(k, 0.0) for k, v in state.items() if v.numel() == 2}, "step" in state
+def _initial(layout: Layout, spec: OptimizerSpec, form: Form | None) -> tuple[dict[str, float], bool]:
+    """The optimizer's per-element state with its initial values, and whether it counts steps."""
+    (dtype,) = layout.sizes
+    if form is not None:
+        return dict.fromkeys(form.names(), 0.0), False
+    keys = state_keys(spec, dtype) if dtype.is_floating_point else {}
+    assert keys is not None
+    return keys, bool(dtype.is_floating_point) and counts_steps(spec)
 
 
 @functools.cache
 def _bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
     """`step` without torch's hooks and marks for its profiler, which cost more than a small step itself."""
-    step = kind.step
-    return inspect.unwrap(step) if kind.__module__.startswith(("torch.", "torrential.")) else step
+    step: Callable[[torch.optim.Optimizer], Any] = inspect.unwrap(kind.step)
+    return step
 
 
 class _Adagrad:
@@ -150,6 +166,7 @@ class _Stepper(NamedTuple):
     parameters: list[Tensor]
     states: list[dict[str, Tensor]]  # with the piece's own numbers while a step is taken
     optimizer: torch.optim.Optimizer
+    rates: Rates
     fused: _Adagrad | None  # which then is used instead, and changes the piece's numbers in place
 
 
@@ -162,7 +179,7 @@ class _Plan(NamedTuple):
 
 
 class RangeOptimizer:
-    """The optimizer of [start, stop). Gradients are scaled by the caller."""
+    """The optimizer of [start, stop), of a class that treats all elements alike. Gradients are scaled by the caller."""
 
     def __init__(self, store: Store, start: int, stop: int, scalars: Mapping[int, Mapping[str, float]]) -> None:
         self._store, self._start, self._stop = store, start, stop
@@ -193,9 +210,9 @@ class RangeOptimizer:
         for parameter, state in zip(parameters, states, strict=True):
             optimizer.state[parameter] = state
         groups = optimizer.param_groups
-        fused = isinstance(optimizer, torch.optim.Adagrad) and optimizer.defaults["fused"] and len(groups) == 1
+        fused = self._store.spec.kind is torch.optim.Adagrad and optimizer.defaults["fused"] and len(groups) == 1
         adagrad = _Adagrad(groups[0], parameters, states) if fused else None
-        return _Stepper(numbers, parameters, states, optimizer, adagrad)
+        return _Stepper(numbers, parameters, states, optimizer, Rates(optimizer, self._store.spec.lr), adagrad)
 
     def scalars(self) -> Scalars:
         names = self._store.states.keys()
@@ -203,6 +220,10 @@ class RangeOptimizer:
             piece.entry.index: {name: float(value) for name, value in state.items() if name not in names}
             for piece, state in zip(self._pieces, self._states, strict=True)
         }
+
+    def objection(self, spans: Sequence[Span], keys: bool) -> str | None:
+        """Any part of the range can be stepped alone."""
+        return None
 
     # -- steps -------------------------------------------------------------------------------------------------------
     def step(self, gradient: Tensor, lr: float, used: Sequence[int] | None = None) -> None:
@@ -292,11 +313,11 @@ class RangeOptimizer:
         if stepper.fused is not None:
             return stepper.fused.step(gradients, lr)
         optimizer, parameters = stepper.optimizer, stepper.parameters
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        stepper.rates.set(lr)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         with torch.no_grad():
             _bare_step(type(optimizer))(optimizer)  # type: ignore[arg-type]
+        stepper.rates.check()
         for parameter in parameters:
             parameter.grad = None

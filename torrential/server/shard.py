@@ -21,7 +21,8 @@ from torch import Tensor
 from torrential.server.clocks import RangeClock
 from torrential.server.dealer import Dealer
 from torrential.server.messages import Span, State
-from torrential.server.optimizer import RangeOptimizer, Scalars, Store
+from torrential.server.optimizer import Scalars, Store
+from torrential.server.whole import optimizer_of
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -117,7 +118,7 @@ class Shard:
         self.dealer = rest.dealer
         self.parameters = store.parameters[start:stop]
         self.states = {name: vector[start:stop] for name, vector in store.states.items()}
-        self.optimizer = RangeOptimizer(store, start, stop, rest.scalars)
+        self.optimizer = optimizer_of(store, start, stop, rest.scalars)
 
     @classmethod
     def fresh(cls, store: Store, start: int, stop: int, handlers: Mapping[str, Handler], initial: Initial) -> Shard:

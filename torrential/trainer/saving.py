@@ -87,7 +87,8 @@ class Saving:
     def _snapshot(self, whole: Saved, final: bool) -> Snapshot:
         dealer = whole.dealer
         assert dealer is not None
-        steps = [whole.scalars.get(e.index, {}).get("step", whole.version) for e in self._layout.entries]
+        found = [whole.scalars.get(e.index) for e in self._layout.entries]  # None: it was not stepped yet
+        steps = [0 if numbers is None else numbers.get("step", whole.version) for numbers in found]
         return Snapshot(
             step=whole.version,
             epoch=dealer.epoch,

@@ -65,7 +65,7 @@ class ServedWorker:
                 entry.view(self.vector).copy_(parameter.data)
                 parameter.data = entry.view(self.vector)
         spec = strategy.optimizer(adapt_optimizer(config.recipe, task.optimizer.with_lr(config.lr), self.model))
-        self._states = state_names(spec, dtype)
+        self._states = state_names(self.layout, spec)
         self._gradients = Gradients(task, self.model, device, config.seed)
         self._schedule = schedule_of(config, strategy.joined(config.workers, config.batch_size))
         self._brake = Brake(config, comm)

@@ -47,8 +47,8 @@ def resumed(checkpoint: Checkpoint, layout: Layout, spec: OptimizerSpec) -> Init
     parameters = torch.zeros(numel, dtype=dtype)
     for name, entry in entries.items():
         entry.view(parameters).copy_(checkpoint.model[name])
-    states = {key: torch.zeros(numel, dtype=dtype) for key in state_names(spec, dtype)}
-    scalars: Scalars = {}
+    states = {key: torch.zeros(numel, dtype=dtype) for key in state_names(layout, spec)}
+    scalars: Scalars = {entries[name].index: {} for name, steps in checkpoint.applied.items() if steps}
     for name, tensor in checkpoint.optimizer.items():
         parameter, _, key = name.rpartition("/")
         if key in states:

@@ -62,7 +62,7 @@ class Worker:
         self._recorder = Recorder(comm, outlet)
         spec = adapt_optimizer(self._recipe, task.optimizer.with_lr(config.lr), self.model)
         self.home: Home
-        if choose(comm, spec, self.layout, device):
+        if choose(comm, spec, device):
             self.home = SharedParameters(comm, self.model, self.layout, spec)
         else:
             self.home = ReplicatedParameters(comm, self.model, self.layout, spec, device, meeting)

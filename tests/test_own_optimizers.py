@@ -1,0 +1,267 @@
+"""An optimizer of one's own, or one of torch's that looks at whole tensors, does in every strategy what it does in a
+plain loop; where it cannot, it is refused in a line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import torrential as tt
+from tests.test_contract import PLAIN, WORLDS
+from tests.test_equivalence import assert_equal_models, fresh, plain_loop, small_task
+from torrential.errors import BadInput, RunFailed
+from torrential.strategies import STRATEGIES
+
+pytestmark = pytest.mark.timeout(120)
+STEPS = 20
+
+
+class ByShape(torch.optim.AdamW):
+    """Weight decay for matrices, none for biases: the usual way to set up AdamW."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float = 1.0) -> None:
+        given = list(params)
+        matrices, others = [p for p in given if p.ndim > 1], [p for p in given if p.ndim < 2]
+        groups = [(matrices, weight_decay), (others, 0.0)]
+        super().__init__([{"params": some, "weight_decay": decay} for some, decay in groups if some], lr=lr)
+
+
+class ByMark(torch.optim.SGD):
+    """Weight decay but where the model says otherwise."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        groups: dict[float, list[Tensor]] = {}
+        for parameter in params:
+            groups.setdefault(0.0 if getattr(parameter, "spared", False) else 0.5, []).append(parameter)
+        super().__init__([{"params": some, "weight_decay": decay} for decay, some in groups.items()], lr=lr)
+
+
+class ByPlace(torch.optim.SGD):
+    """The later a parameter comes, the faster it learns."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__([{"params": [p], "lr": lr * (1 + place)} for place, p in enumerate(params)], lr=lr)
+
+
+class Clipped(torch.optim.SGD):
+    """The norm of the whole gradient matters; gradients are changed in place."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps a number of Python's, a state that is made anew at every step, and one that only matrices have."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state["taken"], state["mean"] = 0, torch.full_like(parameter, 0.01)
+                    if parameter.ndim > 1:
+                        state["first"] = parameter.grad.clone()
+                state["taken"] += 1
+                state["mean"] = 0.9 * state["mean"] + parameter.grad
+                parameter.sub_(state["mean"], alpha=group["lr"] / state["taken"] ** 0.5)
+                if "first" in state:
+                    parameter.sub_(state["first"], alpha=0.1 * group["lr"])
+
+
+class Forgetful(torch.optim.SGD):
+    """Counts steps where no checkpoint looks."""
+
+    taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken = self.taken + 1
+        return super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+        return super().step(closure)
+
+
+class Marked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(16, 24), nn.Linear(24, 4)
+        self.leave.weight.spared = True  # type: ignore[assignment]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.leave(self.enter(inputs).tanh())
+
+
+def matrices() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 24, bias=False), nn.Tanh(), nn.Linear(24, 4, bias=False))
+
+
+def images() -> nn.Module:
+    net = nn.Sequential(nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 2), nn.Flatten())
+    return net.to(memory_format=torch.channels_last)
+
+
+def run(task: tt.Task, out: Path, strategy: str, world: str = "local", **options: Any) -> tt.TrainResult:
+    served = {"servers": 2} if STRATEGIES[strategy].served else {}
+    given = {"device": "cpu", "progress": False, "steps": STEPS} | WORLDS[world] | served | options
+    return tt.train(task, strategy, out=out, world=world, **given)
+
+
+def task_with(kind: str | type[torch.optim.Optimizer], model: Callable[[], nn.Module] | None = None) -> tt.Task:
+    changes = {} if model is None else {"model": model}
+    return small_task(160, optimizer=tt.optimizer(kind, lr=0.02), **changes)
+
+
+def assert_plain(task: tt.Task, ours: tt.TrainResult, batch: int = 8) -> None:
+    model = fresh(task)
+    plain_loop(task, task.optimizer.kind(model.parameters(), lr=0.02), model, batch, steps=STEPS)  # type: ignore[call-arg]
+    assert_equal_models(ours.model, model)
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------------
+SERVED = [(strategy, servers, "sim") for strategy in ("bsp", "ssp", "downpour") for servers in (1, 2)]
+
+
+@pytest.mark.parametrize(("strategy", "servers", "world"), [*SERVED, ("ssp", 1, "local"), ("downpour", 2, "local")])
+def test_groups_by_shape_on_servers(strategy: str, servers: int, world: str, tmp_path: Path) -> None:
+    """Found by a user: servers gave the optimizer flat vectors, so nothing was decayed."""
+    task = task_with(ByShape)
+    assert_plain(task, run(task, tmp_path / "run", strategy, world, servers=servers, **PLAIN[strategy]))
+
+
+@pytest.mark.parametrize(
+    ("workers", "options"), [(1, {}), (2, {}), (3, {"transport": "tcp"}), (3, {"world": "sim"})], ids=str
+)
+def test_groups_by_shape_in_an_all_reduce(workers: int, options: dict[str, Any], tmp_path: Path) -> None:
+    task = task_with(ByShape)
+    assert_plain(task, run(task, tmp_path / "run", "allreduce", workers=workers, **options), 8 * workers)
+
+
+def test_groups_by_shape_with_several_workers_and_servers(tmp_path: Path) -> None:
+    task = task_with(ByShape)
+    assert_plain(task, run(task, tmp_path / "run", "bsp", workers=2, replicas=1), 16)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ssp"])
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        (ByMark, Marked),
+        (Counting, None),
+        (ByShape, images),
+        ("muon", matrices),
+        ("rprop", None),
+        ("asgd", None),
+    ],
+    ids=lambda given: given if isinstance(given, str) else getattr(given, "__name__", None),
+)
+def test_what_else_an_optimizer_looks_at_and_keeps(
+    kind: Any, model: Callable[[], nn.Module] | None, strategy: str, tmp_path: Path
+) -> None:
+    task = task_with(kind, model)
+    assert_plain(task, run(task, tmp_path / "run", strategy, "sim"))
+
+
+# -- several tensors at once ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", [ByPlace, Clipped])
+def test_an_optimizer_that_looks_at_all_tensors_is_not_cut(kind: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+    task = task_with(kind)
+    assert_plain(task, run(task, tmp_path / "all", "allreduce", "sim", workers=2), 16)
+    assert_plain(task, run(task, tmp_path / "one", "ssp", "sim", servers=1))
+    with pytest.raises(BadInput, match=rf"{kind.__name__} looks at all .* \(servers: 2\); use --servers 1"):
+        run(task, tmp_path / "two", "ssp", servers=2)
+
+
+def test_no_more_servers_than_tensors(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="5 servers do not fit 4 tensors, which ByShape needs whole; use --servers 4"):
+        run(task_with(ByShape), tmp_path / "run", "ssp", servers=5)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("kind", "strategy", "said"),
+    [
+        ("adafactor", "ssp", "Adafactor cannot be run on a parameter server: its state 'row_var' is of another shape"),
+        ("lbfgs", "allreduce", "LBFGS cannot train this model: TypeError: .*closure"),
+        ("muon", "ssp", "Muon cannot train this model: ValueError: Muon only supports 2D parameters"),
+        (Forgetful, "ssp", "Forgetful cannot be run on a parameter server: it keeps taken outside of its state"),
+        (Noisy, "ssp", "Noisy cannot be run on a parameter server: it draws random numbers"),
+        (Noisy, "allreduce", "Noisy draws random numbers, which differ from worker to worker"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else getattr(given, "__name__", None),
+)
+def test_what_no_server_or_no_run_can_do_is_refused(kind: Any, strategy: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=said):
+        run(task_with(kind), tmp_path / "run", strategy, workers=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_adafactor_in_an_all_reduce(tmp_path: Path) -> None:
+    task = task_with("adafactor")
+    assert_plain(task, run(task, tmp_path / "run", "allreduce", "sim", workers=2), 16)
+
+
+@pytest.mark.parametrize("layerwise", ["lars", "lamb"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_layerwise_rates_on_servers(servers: int, layerwise: str, tmp_path: Path) -> None:
+    kind = {"lars": "sgd", "lamb": "adam"}[layerwise]
+    task = small_task(160, optimizer=tt.optimizer(kind, lr=0.02))
+    alone = run(task, tmp_path / "alone", "allreduce", "sim", layerwise=layerwise)
+    served = run(task, tmp_path / "run", "ssp", "sim", servers=servers, layerwise=layerwise)
+    assert_equal_models(served.model, alone.model)
+
+
+@pytest.mark.parametrize(("kind", "option"), [("sgd", "nesterov"), ("sgd", "maximize"), ("adam", "amsgrad")])
+def test_layerwise_rates_lose_no_option(kind: str, option: str, tmp_path: Path) -> None:
+    layerwise, options = {"sgd": "lars", "adam": "lamb"}[kind], {"momentum": 0.9} if kind == "sgd" else {}
+    task = small_task(160, optimizer=tt.optimizer(kind, lr=0.02, **{option: True}, **options))
+    with pytest.raises(BadInput, match=f"{layerwise.upper()} has no {option}=True, which the task's optimizer has"):
+        run(task, tmp_path / "run", "allreduce", layerwise=layerwise)
+
+
+# -- going on ---------------------------------------------------------------------------------------------------------
+def interrupted(whole: tt.TrainResult, out: Path) -> Path:
+    """A copy of a run's directory as it was when half of its steps were done."""
+    shutil.copytree(whole.out, out)
+    shutil.rmtree(out / "checkpoints" / f"step-{STEPS:08d}")
+    lines = (out / "records.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["kind"] != "summary"]
+    assert len(kept) == len(lines) - 1
+    (out / "records.jsonl").write_text("".join(f"{line}\n" for line in kept))
+    return out
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "bsp"])
+def test_a_resumed_run_ends_in_the_same_bytes(strategy: str, tmp_path: Path) -> None:
+    task = task_with(Counting)
+    whole = run(task, tmp_path / "whole", strategy, workers=2, evaluate_every=STEPS // 2)
+    resumed = tt.train(task, resume=interrupted(whole, tmp_path / "again"), progress=False)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        ours, theirs = (load_file(r.out / "checkpoints" / f"step-{STEPS:08d}" / file) for r in (resumed, whole))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_that_cannot_be_resumed_says_so(tmp_path: Path) -> None:
+    task = task_with(Forgetful)
+    whole = run(task, tmp_path / "whole", "allreduce", evaluate_every=STEPS // 2)
+    with pytest.raises(RunFailed, match="Forgetful keeps taken outside of its state, which no checkpoint holds"):
+        tt.train(task, resume=interrupted(whole, tmp_path / "again"), progress=False)

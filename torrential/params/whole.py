@@ -1,0 +1,221 @@
+"""What an optimizer is like that is run on whole tensors: found out by trying it on small ones of the model's kinds.
+
+torch's SGD, Adam, AdamW, Adagrad and RMSprop treat every element alike, so they may be run on any part of a flat vector
+(`state_keys` in params/home.py). Any other class, one's own above all, may look at shapes, at the other parameters, or
+at their order. It is given the model's trained parameters, in their order and in their shapes, and what else must hold
+for it to be cut, kept or resumed is not assumed but tried:
+
+    together   three steps on all tensors                                      what every other trial is held against
+    alone      the same for each tensor, with an optimizer of its own          may servers share the tensors out?
+    resumed    two steps, and the third by a new optimizer with the old state  is its state all that it keeps?
+    slowed     the third step at half the rate                                 does it notice the run's schedule?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torrential.errors import BadInput, RunFailed
+from torrential.optim.rates import Rates
+from torrential.params.layout import Entry, Layout
+from torrential.task import OptimizerSpec
+
+_STEPS = 3
+_MOST = 3  # elements along each dimension of a tensor that is tried
+_ROUNDINGS = 16  # of the dtype: how far apart two ways to compute the same may come
+
+Number = type | torch.dtype  # what kind of number a state is: one of Python's types, or a tensor's dtype
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is known of an optimizer over the tensors of a model."""
+
+    elements: Mapping[int, tuple[str, ...]]  # by entry: states with one value for each of its elements
+    numbers: Mapping[str, Number]  # states that are one number
+    others: str | None  # what servers cannot keep of its state, in words; None: nothing
+    separable: bool  # whether the steps of a tensor depend on that tensor alone
+    outside: str | None  # what its steps may depend on besides its state; None: nothing
+    obeys: bool  # whether it notices that the rate of a group has changed
+    draws: bool  # whether it draws random numbers
+
+    def names(self) -> list[str]:
+        """Of the states with one value for each element, over all tensors."""
+        return sorted({name for names in self.elements.values() for name in names})
+
+
+_found: dict[tuple[Any, ...], Form] = {}
+
+
+def form_of(spec: OptimizerSpec, layout: Layout, device_type: str = "cpu") -> Form:
+    """Try the optimizer. Raises BadInput if it cannot train such tensors, or changes its learning rate by itself."""
+    key = spec.kind, spec.lr, repr(sorted(spec.options.items())), spec.exempt, layout.entries, device_type
+    if key not in _found:
+        with torch.random.fork_rng(devices=[]):
+            _found[key] = _try(spec, in_order(layout), device_type)
+    return _found[key]
+
+
+def in_order(layout: Layout) -> list[Entry]:
+    """The entries as the model defines them, which is the order an optimizer is given its parameters in."""
+    return list(reversed(layout.entries))
+
+
+def as_parameter(entry: Entry, tensor: Tensor) -> nn.Parameter:
+    """`tensor` in the place of the model's parameter, with the attributes that the model has given that one."""
+    parameter = nn.Parameter(tensor)
+    vars(parameter).update(entry.marks)
+    return parameter
+
+
+class _Trial:
+    """An optimizer on small tensors that stand for some of the model's, which begin alike in every trial."""
+
+    def __init__(self, spec: OptimizerSpec, entries: Sequence[Entry], device_type: str) -> None:
+        self._entries, self._device = entries, device_type
+        self.parameters = [as_parameter(e, self._values(e, 0)) for e in entries]
+        self.optimizer = spec.build(self.parameters, device_type, [e.name for e in entries])
+        self._rates, self._base = Rates(self.optimizer, spec.lr), spec.lr
+        self.seen = [self._keys()]  # of the state of each tensor: at first, and after every step
+
+    def _values(self, entry: Entry, number: int) -> Tensor:
+        random = torch.Generator().manual_seed(entry.index * (_STEPS + 1) + number)
+        shape = [min(size, _MOST) for size in entry.shape]
+        return torch.randn(shape, generator=random).to(self._device, entry.dtype)
+
+    def step(self, number: int, share: float = 1.0) -> None:
+        for entry, parameter in zip(self._entries, self.parameters, strict=True):
+            parameter.grad = self._values(entry, number)
+        self._rates.set(self._base * share)
+        self.optimizer.step()
+        self._rates.check()
+        self.seen.append(self._keys())
+
+    def _keys(self) -> list[set[str]]:
+        return [set(self.optimizer.state.get(parameter, ())) for parameter in self.parameters]
+
+    def run(self, last: float = 1.0) -> _Trial:
+        """All steps, the last of them at a share of the rate."""
+        for number in range(1, _STEPS):
+            self.step(number)
+        self.step(_STEPS, last)
+        return self
+
+    def states(self) -> Iterator[tuple[Entry, nn.Parameter, State]]:
+        for entry, parameter in zip(self._entries, self.parameters, strict=True):
+            yield entry, parameter, self.optimizer.state[parameter]
+
+    def equals(self, other: _Trial) -> bool:
+        return all(_alike(a, b) for a, b in zip(self.parameters, other.parameters, strict=True))
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    far = _ROUNDINGS * torch.finfo(a.dtype).eps
+    return torch.allclose(a, b, rtol=far, atol=far)
+
+
+def _try(spec: OptimizerSpec, entries: list[Entry], device_type: str) -> Form:
+    before = torch.get_rng_state()
+    try:
+        together = _Trial(spec, entries, device_type).run()
+        draws = not torch.equal(torch.get_rng_state(), before)
+        slowed = _Trial(spec, entries, device_type).run(last=0.5)
+    except RunFailed as error:
+        raise BadInput(str(error)) from error
+    except Exception as error:
+        raise BadInput(
+            f"{spec.kind.__name__} cannot train this model: {type(error).__name__}: {error}; use another optimizer"
+        ) from error
+    return Form(
+        elements={e.index: tuple(k for k, v in s.items() if _of_elements(k, v, p)) for e, p, s in together.states()},
+        numbers=_numbers(together),
+        others=_others(together),
+        separable=_separable(spec, entries, device_type, together),
+        outside=_outside(spec, entries, device_type, together),
+        obeys=not slowed.equals(together),
+        draws=draws,
+    )
+
+
+def _outside(spec: OptimizerSpec, entries: list[Entry], device_type: str, together: _Trial) -> str | None:
+    """What its steps may depend on besides its state: a number that counts on elsewhere, or something not to be seen
+    but by what it does."""
+    first = _Trial(spec, entries, device_type)
+    begun, now = _values_outside(first.optimizer), _values_outside(together.optimizer)
+    for name in now:
+        if name not in begun or not torch.equal(torch.as_tensor(begun[name]), torch.as_tensor(now[name])):
+            return name
+    for number in range(1, _STEPS):
+        first.step(number)
+    after = _Trial(spec, entries, device_type)
+    for (_, old, state), new in zip(first.states(), after.parameters, strict=True):
+        new.data.copy_(old.detach())
+        after.optimizer.state[new] = {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items() if _kept(v)}
+    try:
+        after.step(_STEPS)
+    except Exception:
+        return "something"  # that it cannot do without
+    return None if after.equals(together) else "something"
+
+
+def _values_outside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Numbers and tensors among the optimizer's attributes and in its groups, but rates and what torch keeps there."""
+    usual = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
+    found = {name: value for name, value in vars(optimizer).items() if name not in usual and _kept(value)}
+    for number, group in enumerate(optimizer.param_groups):
+        values = ((f"groups[{number}][{key!r}]", value) for key, value in group.items() if key != "lr")
+        found |= {name: value for name, value in values if _kept(value)}
+    return found
+
+
+def _separable(spec: OptimizerSpec, entries: list[Entry], device_type: str, together: _Trial) -> bool:
+    try:
+        alone = [_Trial(spec, [entry], device_type).run() for entry in entries]
+    except Exception:
+        return False  # it wants to see all of them
+    return all(_alike(a.parameters[0], b) for a, b in zip(alone, together.parameters, strict=True))
+
+
+def is_number(value: object) -> bool:
+    """Whether a state is one number: Python's, or a tensor without dimensions."""
+    return isinstance(value, bool | int | float) or (torch.is_tensor(value) and value.dim() == 0)
+
+
+def _of_elements(key: str, value: object, parameter: Tensor) -> bool:
+    return torch.is_tensor(value) and value.shape == parameter.shape and not (key == "step" and is_number(value))
+
+
+def _kept(value: object) -> bool:
+    return torch.is_tensor(value) or is_number(value)
+
+
+def _numbers(trial: _Trial) -> dict[str, Number]:
+    found = {}
+    for _, parameter, state in trial.states():
+        for key, value in state.items():
+            if is_number(value) and not _of_elements(key, value, parameter):
+                found[key] = value.dtype if torch.is_tensor(value) else type(value)
+    return found
+
+
+def _others(trial: _Trial) -> str | None:
+    first, *steps = trial.seen
+    for keys in steps[:-1] + ([first] if any(first) else []):
+        odd = [key for some, all_ in zip(keys, steps[-1], strict=True) for key in some ^ all_]
+        if odd:
+            return f"its state {odd[0]!r} comes and goes"
+    for _, parameter, state in trial.states():
+        for key, value in state.items():
+            if _of_elements(key, value, parameter):
+                if value.dtype != parameter.dtype:
+                    return f"its state {key!r} is of another dtype than the parameters ({value.dtype})"
+            elif not is_number(value):
+                what = "of another shape than the parameter" if torch.is_tensor(value) else "neither tensor nor number"
+                return f"its state {key!r} is {what}"
+    return None

@@ -1,0 +1,53 @@
+"""Whether a run can use an optimizer, so that what it computes is what a plain loop with that optimizer does."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torrential.config import RunConfig
+from torrential.errors import BadInput
+from torrential.optim.schedule import schedule_of
+from torrential.params.home import gradients, is_elementwise
+from torrential.params.layout import Layout, plan
+from torrential.params.whole import form_of
+from torrential.server.optimizer import bounds
+from torrential.strategies.base import Strategy
+from torrential.task import OptimizerSpec
+
+
+def check_optimizer(config: RunConfig, strategy: Strategy, spec: OptimizerSpec, model: nn.Module) -> None:
+    """Raise BadInput if the run would not do with the optimizer what a plain loop does."""
+    layout, device = plan(model, strategy.bucket_bytes), "cpu" if strategy.served else config.device
+    if strategy.served:
+        _check_served(config.servers, spec, layout)
+    if is_elementwise(spec):
+        spec.build(gradients(model, layout), device)
+        return
+    form, name = form_of(spec, layout, device), spec.kind.__name__
+    if form.draws and config.workers > 1:
+        raise BadInput(
+            f"{name} draws random numbers, which differ from worker to worker (workers: {config.workers}); "
+            "use --workers 1"
+        )
+    joined = strategy.joined(config.workers, config.batch_size)
+    if not (form.obeys or schedule_of(config, joined).constant(joined)):
+        raise BadInput(
+            f"{name} takes no notice of a learning rate that changes, and this run's does; leave out what changes it "
+            "(schedule, warmup, scaling, recipe), or have its step use group['lr']"
+        )
+
+
+def _check_served(servers: int, spec: OptimizerSpec, layout: Layout) -> None:
+    cuts = bounds(layout, spec)
+    if cuts is None or servers <= len(set(cuts)):
+        return
+    name, tensors = spec.kind.__name__, len(layout.entries)
+    if len(set(cuts)) == 1 < tensors:
+        raise BadInput(
+            f"{name} looks at all parameters together, so servers cannot share them out (servers: {servers}); "
+            "use --servers 1"
+        )
+    raise BadInput(
+        f"{servers} servers do not fit {len(set(cuts))} tensors, which {name} needs whole; "
+        f"use --servers {len(set(cuts))} or fewer"
+    )
