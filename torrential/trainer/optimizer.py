@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from torrential.config import RunConfig
-from torrential.errors import BadInput
+from torrential.errors import BadInput, RunFailed
 from torrential.optim.schedule import schedule_of
 from torrential.params.home import gradients, is_elementwise
 from torrential.params.layout import Layout, plan
@@ -17,13 +17,20 @@ from torrential.task import OptimizerSpec
 
 def check_optimizer(config: RunConfig, strategy: Strategy, spec: OptimizerSpec, model: nn.Module) -> None:
     """Raise BadInput if the run would not do with the optimizer what a plain loop does."""
-    layout, device = plan(model, strategy.bucket_bytes), "cpu" if strategy.served else config.device
+    layout, name = plan(model, strategy.bucket_bytes), spec.kind.__name__
+    on_gpu = config.device == "cuda" and not strategy.served
     if strategy.served:
         _check_served(config.servers, spec, layout)
     if is_elementwise(spec):
-        spec.build(gradients(model, layout), device)
+        if not on_gpu:
+            spec.build(gradients(model, layout))
         return
-    form, name = form_of(spec, layout, device), spec.kind.__name__
+    try:
+        form = form_of(spec, layout)
+    except BadInput as error:
+        if not on_gpu or isinstance(error.__cause__, RunFailed):
+            raise
+        return  # it may need a GPU, which this process must not take hold of: workers try it there
     if form.draws and config.workers > 1:
         raise BadInput(
             f"{name} draws random numbers, which differ from worker to worker (workers: {config.workers}); "
