@@ -37,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "allreduce": {"strategy": "allreduce"} | SYNC,
     "backup": {"strategy": "backup", "servers": 4} | SYNC,
     "ssp": {"strategy": "ssp", "servers": 4, "staleness": 3, "lr": FIXED},
-    "downpour": {"strategy": "downpour", "servers": 4, "lr": 0.02},
+    "downpour": {"strategy": "downpour", "servers": 4, "server": "adagrad", "lr": 0.02},
     "downpour-fixed": {"strategy": "downpour", "servers": 4, "server": "task", "lr": FIXED},
 }
 QUIET = {

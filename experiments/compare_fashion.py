@@ -50,7 +50,7 @@ from torrential.task import Task
 from torrential.tasks import load_task
 
 CONDITIONS = {"nobody": ("nobody is slow", {}), "straggler": ("worker 1 is 4× slow", {"slow": "1:4"})}
-STRATEGIES = ["allreduce", "bsp", "ssp", "backup", "downpour", ddp.DDP]
+STRATEGIES = ["allreduce", "bsp", "ssp", "backup", "downpour:server=adagrad+lr=0.02", ddp.DDP]
 TARGET = 0.87
 EPOCHS = 3  # after which a run has missed the target
 EVERY = 6400  # samples between two evaluations

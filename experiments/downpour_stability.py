@@ -43,8 +43,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fixed-warm": ("8 replicas, fixed rate, warm start", {"workers": REPLICAS, "server": "task", "warm": WARM}),
     "momentum-one": ("1 replica, fixed rate, momentum 0.9", {"workers": 1, "server": "task"}),
     "momentum": ("8 replicas, fixed rate, momentum 0.9", {"workers": REPLICAS, "server": "task"}),
-    "adagrad": ("8 replicas, Adagrad", {"workers": REPLICAS}),
-    "adagrad-warm": ("8 replicas, Adagrad, warm start", {"workers": REPLICAS, "warm": WARM}),
+    "adagrad": ("8 replicas, Adagrad", {"workers": REPLICAS, "server": "adagrad"}),
+    "adagrad-warm": ("8 replicas, Adagrad, warm start", {"workers": REPLICAS, "server": "adagrad", "warm": WARM}),
 }
 MOST = {"momentum-one": 0.1, "momentum": 0.1}  # rates up to here: with momentum 0.9 steps become ten times as long
 OUTCOME = "outcome.json"
@@ -81,6 +81,7 @@ def run_one(setup: Setup, directory: Path) -> None:
             dataclasses.replace(task, optimizer=optimizer("sgd", lr=setup.rate, momentum=momentum)),
             "downpour",
             servers=1,
+            lr=setup.rate,
             epochs=EPOCHS,
             seed=setup.seed,
             out=directory,

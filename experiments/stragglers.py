@@ -47,7 +47,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "bsp": {"servers": 1},
     "ssp": {"servers": 1, "staleness": 3},
     "backup": {"servers": 1, "backups": 1},
-    "downpour": {"servers": 1},
+    "downpour": {"servers": 1, "server": "adagrad"},
 }
 RATES = {  # of SGD with momentum, or of Adagrad
     "allreduce": (0.05, 0.1, 0.2, 0.4),

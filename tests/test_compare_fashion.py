@@ -31,7 +31,7 @@ def question() -> Question:
 
 
 def test_ddp_is_an_entry_like_the_others(question: Question) -> None:
-    assert [spec.strategy for spec in question.entries] == experiment.STRATEGIES
+    assert [spec.name for spec in question.entries] == experiment.STRATEGIES
     every = {spec.strategy: spec.evaluate_every for spec in question.entries}
     batch = load_task("digits-mlp").batch_size
     assert every["ddp"] == every["allreduce"] == 320 // (2 * batch) and every["downpour"] == 320 // batch

@@ -170,6 +170,19 @@ def test_lars_at_the_rate_of_sgd_is_warned_of(tmp_path: Path) -> None:
     assert not prepared(tmp_path / "b", options={"layerwise": "lars"}, lr=2.0).warnings
 
 
+def test_which_optimizer_and_rate_the_servers_have_is_said(tmp_path: Path) -> None:
+    by_default, asked, own = (
+        prepared(tmp_path / name, strategy="downpour", **more)
+        for name, more in (("a", {}), ("b", {"lr": 0.02}), ("c", {"options": {"server": "task"}}))
+    )
+    assert [job.config.lr for job in (by_default, asked, own)] == [0.01, 0.02, 0.05]
+    assert by_default.warnings == [
+        "the servers of downpour use Adagrad at 0.01 in the place of the task's SGD at 0.05; --lr gives another rate, "
+        "--set server=task keeps the task's optimizer"
+    ]
+    assert "use Adagrad at 0.02 in the place of the task's SGD at 0.05" in asked.warnings[0] and not own.warnings
+
+
 def test_servers_do_not_know_grow_whatever_else_it_needs(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="bsp does not know grow; leave it out, or use --strategy allreduce"):
         prepared(tmp_path / "run", strategy="bsp", options={"grow": True})

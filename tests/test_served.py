@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,11 +15,14 @@ from torch.utils.data import TensorDataset
 
 import torrential as tt
 from tests import test_faults
+from tests.test_equivalence import assert_equal_models
 from tests.test_faults import Run
 from torrential.errors import BadInput
 from torrential.records import Step, Summary
 from torrential.strategies import STRATEGIES
 from torrential.strategies.downpour import Downpour
+from torrential.task import OptimizerSpec
+from torrential.tasks import load_task
 
 pytestmark = pytest.mark.timeout(120)
 start = test_faults.start
@@ -102,6 +106,25 @@ def test_with_overlap_every_push_is_counted_the_last_ones_too(tmp_path: Path) ->
     result = tt.train("digits-mlp", "downpour", workers=2, out=tmp_path / "run", progress=False, **options)  # type: ignore[arg-type]
     last = {r.worker: r for r in result.history if isinstance(r, Step)}
     assert sum(sum(r.staleness.values()) for r in last.values()) == result.summary.steps == 43
+
+
+def test_downpour_does_not_depend_on_a_rate_that_is_not_meant_for_it(tmp_path: Path) -> None:
+    """With eight workers SGD with momentum is at chance at the task's rate; by default that rate does not matter."""
+    task = load_task("digits-mlp")
+    specs = [tt.optimizer("sgd", lr=0.05, momentum=0.9), tt.optimizer("adam", lr=1e-4)]
+    cluster = {"compute": {"seconds_per_sample": 1e-3}}
+    options: dict[str, Any] = {"workers": 8, "epochs": 12, "world": "sim", "cluster": cluster, "device": "cpu"}
+
+    def run(name: str, spec: OptimizerSpec, **more: Any) -> tt.TrainResult:
+        given = options | more | {"out": tmp_path / name, "progress": False}
+        return tt.train(dataclasses.replace(task, optimizer=spec), "downpour", **given)
+
+    first, second = (run(spec.kind.__name__, spec) for spec in specs)
+    assert_equal_models(first.model, second.model, 0.0)
+    assert first.summary.staleness_mean == pytest.approx(7, rel=0.1)
+    assert first.summary.value is not None and first.summary.value > 0.85
+    wrecked = run("task", specs[0], server="task")
+    assert wrecked.summary.value is not None and wrecked.summary.value < 0.5
 
 
 def test_asynchrony_is_stale_and_backup_drops(tmp_path: Path) -> None:

@@ -67,7 +67,10 @@ def train(
     target: Annotated[float | None, typer.Option(help="Stop when validation reaches this value.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per worker and step.")] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Learning rate; the task's own by default (LARS wants a larger one).")
+        float | None,
+        typer.Option(
+            help="Learning rate; the task's own by default, or 0.01 for Adagrad of downpour (LARS wants a larger one)."
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random; 0 by default.")] = None,
     device: Annotated[

@@ -75,7 +75,7 @@ def prepare(asked: Request, out: Path | None) -> Job:
         task,
         batch_size=task.batch_size if asked.batch_size is None else asked.batch_size,
         epochs=task.epochs if asked.epochs is None else asked.epochs,
-        optimizer=task.optimizer if asked.lr is None else task.optimizer.with_lr(asked.lr),
+        optimizer=task.optimizer.with_lr(strategy.optimizer(task.optimizer).lr if asked.lr is None else asked.lr),
         target=task.target if asked.target is None else asked.target,
     )
     for name, value in (("workers", asked.workers), ("steps", asked.steps)):
@@ -228,8 +228,9 @@ def _check_recipe(
     warnings = without_effect(recipe, asked.options, schedule, config.batch_size, model)
     if kind is not adapted.kind:
         warnings.append(
-            f"the servers of {config.strategy} use {kind.__name__} with this rate in the place of the task's "
-            f"{adapted.kind.__name__}; --set server=task keeps the task's"
+            f"the servers of {config.strategy} use {kind.__name__} at {config.lr:g} in the place of the task's "
+            f"{adapted.kind.__name__} at {asked.task.optimizer.lr:g}; --lr gives another rate, --set server=task keeps "
+            "the task's optimizer"
         )
     if recipe.layerwise == "lars" and asked.lr is None:
         warnings.append(

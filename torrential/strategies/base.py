@@ -151,5 +151,5 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
-        """Of the servers, given the task's."""
+        """The servers' optimizer, given the task's. Its rate is the run's, unless another is asked for."""
         return spec

@@ -5,7 +5,8 @@
 
 A gradient is applied to parameters that other replicas have moved since it was computed on them: with R equal replicas
 about R - 1 updates. Adagrad's rates, which shrink where gradients are large, make that stable where one fixed rate is
-not; so does a warm start, in which one replica runs alone at first.
+not; so does a warm start, in which one replica runs alone at first. The rate that they begin with is Adagrad's own, for
+one that suits the task's optimizer may be a hundred times too large or too small (docs/results/downpour_default.md).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torrential.strategies.base import ServedContext, Strategy
 from torrential.task import OptimizerSpec
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+ADAGRAD_RATE = 0.01  # torch's default, too
 
 
 class Downpour(Strategy, frozen=True, kw_only=True):
@@ -36,7 +38,8 @@ class Downpour(Strategy, frozen=True, kw_only=True):
     """Whether the next minibatch begins before the push is answered and the parameters are here: its parameters are
     older by one push of its own."""
     server: Literal["adagrad", "task"] = "adagrad"
-    """The servers' optimizer: Adagrad with the task's rate, or the task's own optimizer."""
+    """The servers' optimizer: Adagrad at a rate of 0.01, or the task's own at the task's rate; --lr gives another rate.
+    Momentum and delay add up: the task's own may diverge with two workers and more."""
     warm: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Updates that one worker makes alone before the others begin."""
 
@@ -50,7 +53,7 @@ class Downpour(Strategy, frozen=True, kw_only=True):
         if self.server == "task":
             return spec
         decay = spec.options.get("weight_decay", 0.0)
-        return OptimizerSpec(torch.optim.Adagrad, spec.lr, {"weight_decay": decay} if decay else {}, spec.exempt)
+        return OptimizerSpec(torch.optim.Adagrad, ADAGRAD_RATE, {"weight_decay": decay} if decay else {}, spec.exempt)
 
     def worker(self, ctx: ServedContext) -> None:  # type: ignore[override]
         clock, number = ctx.begin(), 0

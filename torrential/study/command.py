@@ -77,7 +77,10 @@ def add(
             int | None, typer.Option(help="Stop after so many steps of the first entry; others after as many samples.")
         ] = None,
         batch_size: Annotated[int | None, typer.Option(help="Samples per worker and step.")] = None,
-        lr: Annotated[float | None, typer.Option(help="Learning rate; the task's own by default.")] = None,
+        lr: Annotated[
+            float | None,
+            typer.Option(help="Learning rate; the task's own by default, or 0.01 for Adagrad of downpour."),
+        ] = None,
         seed: Annotated[int | None, typer.Option(help="The seeds of all runs are made from it; 0 by default.")] = None,
         device: Annotated[
             str | None, typer.Option(help="auto (the default), cpu or cuda.", autocompletion=completion.devices)

@@ -23,7 +23,7 @@ class ServerPlan:
         model = self._model()
         self.layout = plan(model, strategy.bucket_bytes)
         own = adapt_optimizer(config.recipe, task.optimizer.with_lr(config.lr), model)
-        self.spec = strategy.optimizer(own)
+        self.spec = strategy.optimizer(own).with_lr(config.lr)
         self.consistency, self.handlers = strategy.consistency(config.workers), strategy.handlers
         self.numel = sum(self.layout.sizes.values())
         self.bounds = bounds(self.layout, self.spec)  # where the key space may be cut; None: anywhere
