@@ -351,9 +351,11 @@ def carry_out() -> int:
     except TorrentialError as error:
         _fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
         code = error.exit_code
-    except SystemExit as end:  # a task's; typer raises none
-        from torrential.usercode import refuse_exit
+    except SystemExit as end:
+        from torrential.usercode import place_of, refuse_exit
 
+        if not place_of(end):  # what a shell asks for its completion ends like this
+            raise
         refused = refuse_exit(end)
         _fail(str(refused))
         code = refused.exit_code
