@@ -1,6 +1,6 @@
 """Which optimizer should Downpour's servers have unless told otherwise? Four tasks, two optimizers, 1 to 8 workers.
 
-python -m experiments.downpour_default --out OUT --text input.txt --jobs 2 --seconds 3000
+python -m experiments.downpour_default --out OUT --text input.txt --jobs 16
 python -m experiments.downpour_default --out OUT --report
 
 Each task comes with SGD with momentum and with Adam or AdamW, at rates that suit one worker. `allreduce` is what the
@@ -211,7 +211,7 @@ def _cell(runs: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = options(__doc__, "runs/downpour-default")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--text", default="input.txt", help="tiny Shakespeare")
     args = parser.parse_args()
     if args.one:
