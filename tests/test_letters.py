@@ -373,6 +373,19 @@ def test_many_silent_strangers_take_no_more_than_so_many_descriptors(monkeypatch
         assert expect(c.server).message.seq == 1
 
 
+def test_a_stranger_that_speaks_while_it_makes_room_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reported both at once, the next caller and a word of the one that was dropped for it: that word was
+    taken for one more caller, and waited for."""
+    monkeypatch.setattr("torrential.comm.admission.MOST_STRANGERS", 2)
+    with correspondents("tcp") as c, call(c.server.where) as first, call(c.server.where):
+        until(c.server, lambda: len(c.server._admission._callers) == 2)
+        with call(c.server.where):
+            first.sendall(b"x")
+            until(c.server, lambda: c.server.strangers == 1)
+            c.worker.post(SERVERS, pull(1), [])
+            assert expect(c.server).message.seq == 1
+
+
 def test_no_mutation_of_a_frame_does_more_than_close_the_connection() -> None:
     """TORRENTIAL_FUZZED_FRAMES=1000000 for the whole dose."""
     registry = Registry()
