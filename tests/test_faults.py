@@ -161,7 +161,7 @@ def test_a_killed_worker_costs_nothing_but_its_hands(
     assert [e.detail for e in run.events("regrouped")] == [f"workers {others}"]
 
 
-@pytest.mark.parametrize("algorithm", ["hierarchical", "native"])  # messages and memory; torch.distributed
+@pytest.mark.parametrize("algorithm", ["hierarchical"])  # messages and memory
 def test_a_death_is_survived_with_any_kind_of_algorithm(start: Callable[..., Run], algorithm: str) -> None:
     sets = ["--set", f"algorithm={algorithm}"]
     if algorithm == "hierarchical":
