@@ -427,7 +427,7 @@ def test_a_task_that_ends_a_simulation_is_told_and_its_records_are_kept(
     ("where", "part"),
     [
         ("model", "model factory"),
-        ("loss", "loss on outputs (2, 1) and targets (2,)"),
+        ("loss", "loss on outputs (2, 2) and targets (2,)"),
         ("item", "training data"),
     ],
 )

@@ -49,7 +49,7 @@ class Model(nn.Linear):
 class Sgd(torch.optim.SGD):
     def step(self, closure=None):
         self.steps = getattr(self, "steps", 0) + 1
-        return boom() if self.steps == 3 else super().step(closure)
+        return boom() if self.steps == 5 else super().step(closure)
 
 class LastBatch:
     \"\"\"A loss that is special in the last of twelve batches.\"\"\"
@@ -112,7 +112,7 @@ IN_A_RUN = {
     ),
     "optimizer": (
         "optimizer=tt.optimizer(Sgd, lr=0.01)",
-        f"worker 0 failed at step 3: {BOOM}{NONE}",
+        f"worker 0 failed at step 5: {BOOM}{NONE}",
     ),
     "validation data": (
         "validation=Poisoned(7)",

@@ -147,7 +147,7 @@ def test_a_worker_dies_and_then_a_server(start: Callable[..., Run], name: str) -
     run.kill("tt-server-0")
     assert run.wait() == 0, run.said()
     summary = next(r for r in run.records() if isinstance(r, Summary))
-    assert summary.samples == 15 * 1350 and summary.value is not None and summary.value >= 0.95
+    assert summary.samples == 15 * 1350 and summary.value is not None and summary.value >= 0.9
     assert [e.worker for e in run.events("worker_lost")] == [1] and len(run.events("server_lost")) == 1
 
 

@@ -24,6 +24,7 @@ from torrential.errors import BadInput, RunFailed
 from torrential.optim.rates import Rates
 from torrential.params.layout import Entry, Layout
 from torrential.task import OptimizerSpec
+from torrential.usercode import failed
 
 _STEPS = 3
 _MOST = 3  # elements along each dimension of a tensor that is tried
@@ -129,9 +130,7 @@ def _try(spec: OptimizerSpec, entries: list[Entry], device_type: str) -> Form:
     except RunFailed as error:
         raise BadInput(str(error)) from error
     except Exception as error:
-        raise BadInput(
-            f"{spec.kind.__name__} cannot train this model: {type(error).__name__}: {error}; use another optimizer"
-        ) from error
+        raise failed(f"{spec.kind.__name__} cannot train this model:", error) from error
     return Form(
         elements={e.index: tuple(k for k, v in s.items() if _of_elements(k, v, p)) for e, p, s in together.states()},
         numbers=_numbers(together),
