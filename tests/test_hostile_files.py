@@ -210,6 +210,10 @@ def test_a_worker_of_a_high_rank_costs_little(study: Path) -> None:
         (lambda text: text.replace('"slug": "ssp"', '"slug": "../../precious"'), r"names a directory '\.\./\.\./prec"),
         (lambda text: text.replace('"slug": "ssp"', '"slug": ".."'), r"names a directory '\.\.'"),
         (lambda text: text.replace('"workers": 2', '"workers": 1000000000000'), "Expected `int` <= 1048576"),
+        (
+            lambda text: text.replace('"interval": null', '"interval": 1' + "0" * 400),
+            "Expected `int` <= 9007199254740992",
+        ),
     ],
 )
 def test_a_study_asks_for_a_number_of_runs_in_its_directory(

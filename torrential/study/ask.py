@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from torrential.config import Number, Workers
+from torrential.config import Number, Positive, Workers
 from torrential.errors import BadInput
 from torrential.options import make
 
@@ -89,7 +89,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     metric: str
     maximize: bool
-    interval: int | None  # samples between two evaluations; None: an epoch
+    interval: Positive | None  # samples between two evaluations; None: an epoch
     measured: list[ComputeTime] = []  # for clusters that leave open how long a sample takes
 
 
