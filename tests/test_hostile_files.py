@@ -154,6 +154,13 @@ def test_json_nested_too_deeply_is_damaged(tmp_path: Path, depth: int) -> None:
     assert read_json(tmp_path / "good")
 
 
+def test_whole_numbers_have_64_bits(tmp_path: Path) -> None:
+    for number in (10**400, -(10**20)):
+        (tmp_path / MANIFEST).write_text(f'{{"format": 1, "hardware": {{"memory": {number}}}}}')
+        with pytest.raises(BadInput, match=r"is damaged .*64 bits"):
+            read_manifest(tmp_path)
+
+
 def test_a_record_nested_too_deeply_is_none(study: Path) -> None:
     path = study / "runs" / "ssp-1" / RECORDS
     path.write_text(f'{{"kind":"event","event":"x","more":{nested(20_000)},"time":0}}\n' + path.read_text())
@@ -209,11 +216,10 @@ def test_a_worker_of_a_high_rank_costs_little(study: Path) -> None:
         (lambda text: text.replace('"lr": [', '"many": [' + '"x",' * 99_999 + '"y"], "lr": ['), "more than 100,000"),
         (lambda text: text.replace('"slug": "ssp"', '"slug": "../../precious"'), r"names a directory '\.\./\.\./prec"),
         (lambda text: text.replace('"slug": "ssp"', '"slug": ".."'), r"names a directory '\.\.'"),
+        (lambda text: text.replace('"slug": "ssp"', f'"slug": "{"s" * 300}"'), "names a directory 'sss"),
         (lambda text: text.replace('"workers": 2', '"workers": 1000000000000'), "Expected `int` <= 1048576"),
-        (
-            lambda text: text.replace('"interval": null', '"interval": 1' + "0" * 400),
-            "Expected `int` <= 9007199254740992",
-        ),
+        (lambda text: text.replace('"interval": null', '"interval": 1' + "0" * 400), "64 bits"),
+        (lambda text: text.replace('"interval": null', '"interval": 0'), "Expected `int` >= 1"),
     ],
 )
 def test_a_study_asks_for_a_number_of_runs_in_its_directory(
@@ -231,7 +237,7 @@ def test_values_too_large_for_sums_and_times_of_zero_are_told(tmp_path: Path) ->
     for i in range(3):
         for name in ("allreduce", "ssp"):
             path = tmp_path / f"{name}-{i}"
-            write_run(path, config(name, seed=i), 0.0, value=1e308)
+            write_run(path, config(name, seed=i), [0.0, 5e-324, 1.0][i], value=1e308)
             text = (path / RECORDS).read_text()
             (path / RECORDS).write_text(text.replace('"value":0.8', '"value":-1e308'))
     assert '"mean":1e308' in tell(tmp_path)

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-# What a manifest or a study may say; the limits of a machine are much lower.
+# Bounds of what is read from files: a run is far within them, and arithmetic on floats is exact.
 Workers = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 
 SIMULATED = ("gradients", "processes", "trace")  # options that need a simulation
@@ -110,9 +110,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any]  # the strategy's
     world: str
     workers: Workers
-    servers: Number
-    epochs: Number
-    steps: Number | None
+    servers: Count
+    epochs: Count
+    steps: Count | None
     target: float | None
     samples: Positive  # in the training set
     batch_size: Positive  # per worker
@@ -123,4 +123,4 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     recipe: Recipe = Recipe()
     cluster: dict[str, Any] | None = None  # what is simulated, as in a cluster file
-    base_batch: Number = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled
+    base_batch: Count = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled

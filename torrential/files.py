@@ -17,6 +17,7 @@ import msgspec
 T = TypeVar("T")
 
 LARGEST_JSON = 16 << 20  # bytes; manifests have a few thousand
+LARGEST_WHOLE = 1 << 64
 DEEPEST_JSON = 50  # levels; manifests have about five
 
 
@@ -46,10 +47,13 @@ def decode_json(content: bytes, type: type[T]) -> T:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a small file, nested so little that it can be walked by recursion."""
+    """The JSON value in a small file: nested so little that it can be walked by recursion, with whole numbers that a
+    float can hold."""
     found = decode_json(read_regular(path, LARGEST_JSON), object)
     level: list[Any] = [found]
     for _ in range(DEEPEST_JSON):
+        if any(isinstance(value, int) and abs(value) > LARGEST_WHOLE for value in level):
+            raise msgspec.DecodeError("it has a whole number of more than 64 bits")
         level = [child for value in level for child in _children(value)]
         if not level:
             return found

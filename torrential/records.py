@@ -31,6 +31,7 @@ from typing import Annotated, Any, Self, cast
 import msgspec
 from msgspec import Meta
 
+from torrential.config import Count
 from torrential.errors import BadInput, RunFailed
 from torrential.files import open_regular, read_json, read_regular
 
@@ -41,9 +42,8 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 LONGEST_LINE = 16 << 20  # bytes
 LARGEST_AT_ONCE = 256 << 20  # bytes of records that are decoded together; larger files line by line
 
-# What is outside of these bounds did not happen in a run, and is refused when records are read.
+# What is outside of these bounds, and of Count's, did not happen in a run, and is refused when records are read.
 Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
-Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from torrential.config import Number, Positive, Workers
+from torrential.config import Count, Positive, Workers
 from torrential.errors import BadInput
 from torrential.options import make
 
@@ -59,8 +59,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str
     options: dict[str, str]  # of its own
     workers: Workers
-    servers: Number | None = None
-    batch_size: Number | None = None
+    servers: Count | None = None
+    batch_size: Count | None = None
     lr: float | None = None
     steps: int | None = None
     evaluate_every: int | None = None

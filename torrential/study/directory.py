@@ -54,7 +54,7 @@ def _checked(path: Path, question: Question) -> Question:
             "take it from a copy, or start a new study"
         )
     for spec in question.entries:
-        if not re.fullmatch(r"[A-Za-z0-9=_][A-Za-z0-9=._-]*", spec.slug):
+        if not re.fullmatch(r"[A-Za-z0-9=_][A-Za-z0-9=._-]{0,150}", spec.slug):
             raise BadInput(f"{path} names a directory {spec.slug!r}; take it from a copy, or start a new study")
     return question
 
