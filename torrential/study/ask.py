@@ -21,6 +21,7 @@ import msgspec
 from torrential.config import Count, Positive, Workers
 from torrential.errors import BadInput
 from torrential.options import make
+from torrential.records import Seconds
 
 NAME = r"[A-Za-z][\w-]*"
 FORMAT = 1
@@ -71,9 +72,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 class ComputeTime(msgspec.Struct, frozen=True, kw_only=True):
     """What a sample takes on the machine where the study was begun, measured once for all its runs."""
 
-    batch_size: int
-    threads: int
-    seconds_per_sample: float
+    batch_size: Positive
+    threads: Positive
+    seconds_per_sample: Seconds
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
