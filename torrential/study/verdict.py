@@ -300,7 +300,8 @@ def _sentence(study: Study, pair: Pair, corrections: int) -> str:
         return f"not enough trials to tell {a} from {b} ({here})"
     if pair.p <= LEVEL and of.sooner < 0.5:
         return f"no order between {a}, which is first by its median, and {b}, which is by ranks (p = {pair.p:.2g})"
-    return f"no difference seen between {a} and {b} ({here}, p = {pair.p:.2g})"
+    corrected = " after correction" if corrections > 1 else ""  # the interval is of this pair alone
+    return f"no difference seen between {a} and {b} ({here}, p = {pair.p:.2g}{corrected})"
 
 
 def _worth_saying(study: Study, rows: list[Row], pairs: list[Pair]) -> list[Pair]:
