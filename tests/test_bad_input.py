@@ -446,7 +446,8 @@ def test_a_task_that_exits_is_bad_input(where: str, part: str, refused: Callable
     [
         (
             "step",
-            "all workers are gone (worker {} exited with status 0, as by os._exit in the task's code); go on with",
+            "all workers are gone (worker {} exited with status 0, as by os._exit in the task's code); no checkpoint "
+            "was made yet; go on with",
         ),
         (
             "evaluation",

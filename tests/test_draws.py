@@ -122,6 +122,18 @@ def test_bsp_is_allreduce_with_dropout_and_random_augmentation(workers: int, wor
 
 @pytest.mark.parametrize(
     ("strategy", "options"),
+    [("bsp", {}), ("ssp", {}), ("backup", {"backups": 0}), ("downpour", {"server": "task"})],
+    ids=["bsp", "ssp", "backup", "downpour"],
+)
+def test_one_worker_is_plain_training_where_the_last_batch_is_short(
+    strategy: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    alone = train(tmp_path / strategy, "sim", strategy, 1, **options)
+    assert_equal_models(alone.model, plain(a_task(), 1))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
     [("bsp", {}), ("ssp", {"staleness": 0}), ("allreduce", {"workers": 1, "accumulate": 3})],
     ids=["bsp", "ssp", "accumulate"],
 )

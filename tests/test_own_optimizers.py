@@ -260,6 +260,12 @@ def test_a_resumed_run_ends_in_the_same_bytes(strategy: str, tmp_path: Path) -> 
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_what_is_kept_outside_of_the_state_does_no_harm_while_nobody_takes_over(tmp_path: Path) -> None:
+    """Members that meet before the first step take over parameters, and no step has been counted anywhere."""
+    task = task_with(Forgetful)
+    assert_plain(task, run(task, tmp_path / "run", "allreduce", workers=2), batch=16)
+
+
 def test_a_run_that_cannot_be_resumed_says_so(tmp_path: Path) -> None:
     task = task_with(Forgetful)
     whole = run(task, tmp_path / "whole", "allreduce", evaluate_every=STEPS // 2)

@@ -110,8 +110,8 @@ def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
     assert process.wait(60) == 1
     check_complete(out)
     assert err.read_text().splitlines()[-1] == (
-        "error: standard output: No space left on device; write it elsewhere (a run's result is also at the end of "
-        "records.jsonl)"
+        "error: standard output: No space left on device; write it elsewhere (the records of a run are complete "
+        "all the same)"
     )
 
 

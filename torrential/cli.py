@@ -217,7 +217,7 @@ def tasks() -> None:
     from torrential.tasks import TASKS
 
     for name, builtin in TASKS.items():
-        print(f"{name:14} {builtin.description}")
+        print(f"{name:16} {builtin.description}")
 
 
 @app.command()
@@ -391,7 +391,7 @@ def _check_output() -> int:
         return 0
     if lost.errno == errno.EPIPE:
         return 128 + signal.SIGPIPE
-    _fail(f"standard output: {lost.strerror}; write it elsewhere (a run's result is also at the end of records.jsonl)")
+    _fail(f"standard output: {lost.strerror}; write it elsewhere (the records of a run are complete all the same)")
     return 1
 
 

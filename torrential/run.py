@@ -196,7 +196,7 @@ def summarise(job: Job, history: list[Record]) -> Summary:
         seed=config.seed,
         steps=test.step if test else max((s.step for s in steps), default=0),
         samples=test.samples if test else max((s.samples for s in steps), default=0),
-        seconds=max((s.time for s in steps), default=0.0),
+        seconds=test.time if test else max((s.time for s in steps), default=0.0),
         metric=job.task.metric_name,
         value=test.value if test else None,
         target=config.target,

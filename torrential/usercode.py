@@ -93,6 +93,8 @@ def name_of_file() -> str:
     if loaded is not None:
         return loaded.name
     main = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "task")
+    if main.name.startswith("<"):  # standard input
+        return "task"
     return main.parent.name if main.stem == "__main__" else main.stem
 
 

@@ -146,7 +146,7 @@ class ReplicatedParameters:
 
     def load(self, flat: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> None:
         form = self._form
-        if form is not None and form.outside is not None:
+        if form is not None and form.outside is not None and any(self.counts):
             raise RunFailed(
                 f"{self.spec.kind.__name__} keeps {form.outside} outside of its state, which no checkpoint holds, so "
                 "nobody can go on from where it was; keep it in self.state[parameter], or start another run"

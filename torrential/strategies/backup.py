@@ -45,7 +45,7 @@ class Backup(Strategy, frozen=True, kw_only=True):
         joined = self.joined(ctx.config.workers, ctx.config.batch_size)
         clock = ctx.begin()
         while (batch := ctx.take(clock)) is not None:
-            loss = ctx.backward(batch, weight=len(batch.indices) / joined)
+            loss = ctx.backward(batch, weight=1 / self.needed(ctx.config.workers))
             answer = ctx.exchange(batch, clock, ctx.rate(batch, joined))
             ctx.advance(batch, loss, answer)
             clock = max(clock + 1, answer.clock)

@@ -40,7 +40,8 @@ class Ssp(Strategy, frozen=True, kw_only=True):
         clock = ctx.begin()
         while (batch := ctx.take(clock)) is not None:
             joined = ctx.config.workers * ctx.config.batch_size
-            loss = ctx.backward(batch, weight=len(batch.indices) / (batch.total if self.together else joined))
+            share = len(batch.indices) / batch.total if self.together else 1 / ctx.config.workers
+            loss = ctx.backward(batch, weight=share)
             rate = ctx.rate(batch, joined)
             ctx.advance(batch, loss, ctx.exchange(batch, clock, rate))
             clock += 1

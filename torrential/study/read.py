@@ -33,13 +33,17 @@ def read_study(directory: Path, task: str | None = None) -> Study:
         raise BadInput(f"there is no directory {directory}; name a study, a directory of runs, or a run")
     if (directory / STUDY).exists():
         return _asked_or_plain(directory, task)
-    inside = [directory] if _is_run(directory) else _runs_in(directory)
+    if _is_run(directory):
+        return _plain(directory, [directory], [], task)
+    inside = _runs_in(directory)
+    studies = sorted(place.name for place in directory.iterdir() if (place / STUDY).exists())
+    one = f"name one: {directory / studies[-1]}" if studies else ""
     if not inside:
-        studies = sorted(place.name for place in directory.iterdir() if (place / STUDY).exists())
         if studies:
-            raise BadInput(f"{directory} holds studies ({_few(studies)}); name one: {directory / studies[-1]}")
+            raise BadInput(f"{directory} holds studies ({_few(studies)}); {one}")
         raise BadInput(f"there is no run in {directory}; make some with torrential compare, or torrential train")
-    return _plain(directory, inside, [], task)
+    apart = [f"studies are shown one at a time ({_few(studies)}); {one}"] if studies else []
+    return _plain(directory, inside, apart, task)
 
 
 def _asked_or_plain(directory: Path, task: str | None) -> Study:

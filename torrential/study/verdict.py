@@ -244,9 +244,8 @@ def _answer(study: Study, rows: list[Row], pairs: list[Pair]) -> str:
     chance = f"; {listed(never)} never reached it, which may be chance" if never else ""
     if not there:
         return f"{best.entry.name} was the soonest to {target} here ({time}){chance}"
-    if any(pair.differs and {pair.first.entry.name, pair.second.entry.name} <= set(there) for pair in pairs):
-        return f"soonest to {target}: {best.entry.name}, with no difference seen between it and {listed(there)}{chance}"
-    return f"soonest to {target}, with no difference seen between them: {listed([best.entry.name, *there])}{chance}"
+    alike = f"with no difference seen to {listed(there)}"
+    return f"undecided: {best.entry.name} was the soonest to {target} here ({time}), {alike}{chance}"
 
 
 def _seconds(row: Row) -> str:
@@ -295,7 +294,8 @@ def _sentence(study: Study, pair: Pair, corrections: int) -> str:
             return f"{often}: a difference (p = {pair.p:.2g})"
         missed = f"; {often}" if first.missed or second.missed else ""
         return f"{a} reached {target} {_times(of.ratio)} sooner than {b} ({_ci(of)}, {trials}){missed}"
-    here = f"{b} took {_times(of.ratio)} as long here, {_ci(of)}, {trials}" if pair.quotable else often
+    medians = f"medians {_seconds(first)} and {_seconds(second)}"
+    here = f"{medians}, {_ci(of, ' of the ratio')}, {trials}" if pair.quotable else often
     if statistics.least_p(first.trials, second.trials) * corrections > LEVEL:
         return f"not enough trials to tell {a} from {b} ({here})"
     if pair.p <= LEVEL and of.sooner < 0.5:
@@ -335,6 +335,6 @@ def _times(ratio: float) -> str:
     return f"{ratio:.1f}x" if ratio >= 1.95 else f"{ratio:.2f}x"
 
 
-def _ci(of: Difference) -> str:
-    high = "∞" if math.isinf(of.high) else f"{of.high:.2f}"
-    return f"95 % CI {of.low:.2f}–{high}"
+def _ci(difference: Difference, of: str = "") -> str:
+    high = "∞" if math.isinf(difference.high) else f"{difference.high:.2f}"
+    return f"95 % CI{of} {difference.low:.2f}–{high}"

@@ -29,7 +29,7 @@ from torrential import shipping
 from torrential.errors import RunFailed, WorkerFailed
 from torrential.records import Evaluation, Event, Record, Step
 from torrential.worlds.base import Job, Listener
-from torrential.worlds.failure import failed, resuming
+from torrential.worlds.failure import failed, last_good, resuming
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.complaints import Complaints
 from torrential.worlds.local.crew import Crew, Member, Report
@@ -312,7 +312,8 @@ class _Run:
         self._event("worker_lost", member.rank)
         self._observers.tell(m.Gone(member.rank))
         if not self._workers and (self._generation or not self._starting) and not self._comes_back(member):
-            raise RunFailed(f"all workers are gone ({member.name} {self._how(member)}); {self._remedy()}")
+            how, saved = self._how(member), last_good(self._job.directory)
+            raise RunFailed(f"all workers are gone ({member.name} {how}); {saved}; {self._remedy()}")
         self._replace(member)
 
     def _did_not_start(self, member: Member, how: str) -> None:
