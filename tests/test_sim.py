@@ -157,3 +157,14 @@ def test_bad_input(options: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=says):
         tt.train("digits-mlp", out=tmp_path / "run", progress=False, **options)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ssp"])
+def test_a_run_stops_when_its_target_is_reached(strategy: str, tmp_path: Path) -> None:
+    """At the next step of every worker, not at the next record of one; what is told of the run is of that moment."""
+    result = simulate(tmp_path / "run", strategy, workers=2, target=0.3, epochs=20)
+    summary = result.summary
+    assert summary.reached and summary.seconds == summary.time_to_target
+    events = [record for record in result.history if isinstance(record, Event) and record.event == "target_reached"]
+    assert [event.time for event in events] == [pytest.approx(summary.time_to_target, rel=0.1)]
+    assert max(record.step for record in result.history if isinstance(record, Step)) <= summary.steps + 4

@@ -55,10 +55,10 @@ class Observing:
     def _process(self, snapshot: Snapshot, flat: dict[str, Tensor], rest: dict[str, Tensor], parts: Parts) -> None:
         self._observer.load(flat, rest)
         evaluation = self._observer.evaluate(snapshot, "validation")
-        self._note(evaluation)
+        self.reached = self._observer.task.reaches(self._observer.config.target, evaluation.value)
+        self._note(evaluation)  # with which the world hears that the target is reached
         self._observer.save(snapshot, flat, rest, parts)
         self._last = snapshot
-        self.reached = self._observer.task.reaches(self._observer.config.target, evaluation.value)
 
     def _note(self, evaluation: Evaluation) -> None:
         if (evaluation.split, evaluation.step) not in self._evaluated:

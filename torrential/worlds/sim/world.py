@@ -314,4 +314,6 @@ class _Run:
             self._step = max(self._step, record.step)
         self._write_record(record)
         self._listener.record(record)
-        self._hub.stop = self._hub.stop or self._observing.reached
+        if self._observing.reached and not self._hub.stop:
+            self._hub.stop = True
+            self._event("target_reached", None, "")
