@@ -299,7 +299,19 @@ def test_a_worker_that_is_stopped_and_that_nobody_waits_for_is_found(start: Call
     assert run.wait() == 1
     (hung,) = run.events("worker_hung")
     assert hung.worker == 0 and hung.detail.startswith("did not answer for ")
-    assert "error: all workers are gone (worker 0 was ended by SIGKILL); go on with: torrential" in run.said()
+    assert "error: all workers are gone (worker 0 was ended by SIGKILL); " in run.said()
+
+
+def test_a_command_that_was_stopped_takes_nobody_for_hung(start: Callable[..., Run]) -> None:
+    """As with Ctrl-Z and fg: workers run on until one of them waits for the supervisor, and others for that one."""
+    run = start("digits-mlp", "--workers", 2, "--epochs", 60, "--set", "timeout=1", "--set", "evaluate_every=20")
+    run.until_training(5)
+    supervisor = psutil.Process(run.process.pid).children()[0]
+    supervisor.suspend()
+    time.sleep(3.0)
+    supervisor.resume()
+    assert run.wait(60) == 0, run.said()
+    assert run.events("worker_hung") == [] and run.events("worker_lost") == []
 
 
 def test_a_nursery_that_is_stopped_at_the_start_is_not_waited_for_long(
@@ -404,7 +416,7 @@ def test_a_command_whose_work_was_killed_says_so(start: Callable[..., Run]) -> N
     run.until_training(10)
     psutil.Process(run.process.pid).children()[0].kill()
     assert run.wait() == 128 + signal.SIGKILL
-    assert "error: the command was ended by SIGKILL; records up to then are in the run's directory" in run.said()
+    assert "error: the command was ended by SIGKILL; what a run had recorded is in its directory" in run.said()
 
 
 # -- everything dies ----------------------------------------------------------------------------------------------

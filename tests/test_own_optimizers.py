@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +89,57 @@ class Forgetful(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         self.taken = self.taken + 1
+        return super().step(closure)
+
+
+class Lookahead(torch.optim.SGD):
+    """Keeps slow weights in a dict, and looks at them long after any trial."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+
+class Tallying(torch.optim.SGD):
+    """Counts steps in a list, in an object, in a group, and in its state of what is no parameter."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, where: str) -> None:
+        super().__init__(params, lr=lr)
+        self.where, self.tally, self.thing = where, [0], SimpleNamespace(tally=0)
+        self.param_groups[0]["tally"] = [0]
+        self.state["all"]["tally"] = 0  # type: ignore[index]
+
+    def step(self, closure: Any = None) -> Any:
+        if self.where == "list":
+            self.tally[0] += 1
+        elif self.where == "object":
+            self.thing.tally += 1
+        elif self.where == "group":
+            self.param_groups[0]["tally"][0] += 1
+        else:
+            self.state["all"]["tally"] += 1  # type: ignore[index]
+        return super().step(closure)
+
+
+class Clipping(torch.optim.SGD):
+    """Looks at all gradients together, but only where they are large."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1000.0)
+        return super().step(closure)
+
+
+class LateNoise(torch.optim.SGD):
+    """Draws from its sixth step on, after any trial."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["taken"] = state.get("taken", 0) + 1
+                if state["taken"] >= 6:
+                    parameter += torch.randn_like(parameter)
         return super().step(closure)
 
 
@@ -181,7 +233,7 @@ def test_what_else_an_optimizer_looks_at_and_keeps(
 
 
 # -- several tensors at once ------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", [ByPlace, Clipped])
+@pytest.mark.parametrize("kind", [ByPlace, Clipped, Clipping])
 def test_an_optimizer_that_looks_at_all_tensors_is_not_cut(kind: type[torch.optim.Optimizer], tmp_path: Path) -> None:
     task = task_with(kind)
     assert_plain(task, run(task, tmp_path / "all", "allreduce", "sim", workers=2), 16)
@@ -203,6 +255,7 @@ def test_no_more_servers_than_tensors(tmp_path: Path) -> None:
         ("lbfgs", "allreduce", "LBFGS cannot train this model: TypeError: .*closure"),
         ("muon", "ssp", "Muon cannot train this model: ValueError: Muon only supports 2D parameters"),
         (Forgetful, "ssp", "Forgetful cannot be run on a parameter server: it keeps taken outside of its state"),
+        (Lookahead, "bsp", r"Lookahead cannot be run on a parameter server: it keeps slow\[0\] outside of its state"),
         (Noisy, "ssp", "Noisy cannot be run on a parameter server: it draws random numbers"),
         (Noisy, "allreduce", "Noisy draws random numbers, which differ from worker to worker"),
     ],
@@ -212,6 +265,18 @@ def test_what_no_server_or_no_run_can_do_is_refused(kind: Any, strategy: str, sa
     with pytest.raises(BadInput, match=said):
         run(task_with(kind), tmp_path / "run", strategy, workers=2)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("where", ["list", "object", "group", "state"])
+def test_what_is_kept_outside_of_the_state_is_found_wherever_it_is(where: str, tmp_path: Path) -> None:
+    task = small_task(160, optimizer=tt.optimizer(Tallying, lr=0.02, where=where))
+    with pytest.raises(BadInput, match=r"it keeps .*tally.* outside of its state, which replicas and checkpoints"):
+        run(task, tmp_path / "run", "bsp")
+
+
+def test_draws_that_begin_late_end_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"LateNoise draws random numbers, .* \(workers: 2\); use --workers 1"):
+        run(task_with(LateNoise), tmp_path / "run", "allreduce", "sim", workers=2)
 
 
 def test_adafactor_in_an_all_reduce(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ Names are imported when first used (PEP 562), so that `import torrential` costs 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
+from torrential.version import __version__
+
+TYPE_CHECKING = False  # type checkers know better; nothing more is imported before `python -m` has its path in order
 if TYPE_CHECKING:
     from torrential.errors import TorrentialError
     from torrential.records import read_records
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     from torrential.strategies.allreduce import AllReduce
     from torrential.task import Task, accuracy, optimizer
     from torrential.tasks import load_task
-
-from torrential.version import __version__
 
 __all__ = [
     "AllReduce",

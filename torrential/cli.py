@@ -324,7 +324,7 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     code, finished = processes.run_in_child(carry_out)
     if code < 0:
-        _fail(f"the command was ended by {signal.Signals(-code).name}; records up to then are in the run's directory")
+        _fail(f"the command was ended by {signal.Signals(-code).name}; what a run had recorded is in its directory")
         code = 128 - code
     elif not finished:
         _fail(

@@ -279,6 +279,7 @@ def _resumed(directory: Path, manifest: records.Manifest, task: Task | None) -> 
     except msgspec.ValidationError as error:
         path = directory / records.MANIFEST
         raise BadInput(f"{path} is damaged ({error}); take it from a copy, or start a new run") from error
+    _device(config.device)  # which may not be here
     if task is None:
         if config.source is None:
             raise BadInput(f"the task of {directory} was made in a program; go on with tt.train(task, resume=...)")

@@ -20,7 +20,7 @@ from torrential.errors import RunFailed
 from torrential.optim.rates import Rates
 from torrential.params.home import Finished, Update, dtype_name, flat_gradient, gradients, is_elementwise
 from torrential.params.layout import Bucket, Entry, Layout
-from torrential.params.whole import form_of, in_order, is_number
+from torrential.params.whole import DRAWS, form_of, in_order, is_number
 from torrential.task import OptimizerSpec
 
 
@@ -103,8 +103,11 @@ class ReplicatedParameters:
             if update.scale != 1.0 and parameter.grad is not None:
                 parameter.grad *= update.scale
         self._rates.set(update.lr)
+        drawn = None if self._form is None or len(self.comm.members) == 1 else torch.get_rng_state()
         self._optimizer.step()
         self._rates.check()
+        if drawn is not None and not torch.equal(drawn, torch.get_rng_state()):
+            raise RunFailed(DRAWS.format(name=self.spec.kind.__name__, workers=len(self.comm.members)))
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -7,15 +7,18 @@ for it to be cut, kept or resumed is not assumed but tried:
 
     together   three steps on all tensors                                      what every other trial is held against
     alone      the same for each tensor, with an optimizer of its own          may servers share the tensors out?
+               (and with gradients 10,000 times as large, and as small: it may clip)
     resumed    two steps, and the third by a new optimizer with the old state  is its state all that it keeps?
     slowed     the third step at half the rate                                 does it notice the run's schedule?
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +30,11 @@ from torrential.task import OptimizerSpec
 from torrential.usercode import failed
 
 _STEPS = 3
+_SIZES = (1.0, 1e4, 1e-4)  # of gradients: one that clips them may look at all of them
 _MOST = 3  # elements along each dimension of a tensor that is tried
 _ROUNDINGS = 16  # of the dtype: how far apart two ways to compute the same may come
+
+DRAWS = "{name} draws random numbers, which differ from worker to worker (workers: {workers}); use --workers 1"
 
 Number = type | torch.dtype  # what kind of number a state is: one of Python's types, or a tensor's dtype
 State = dict[str, Any]
@@ -78,8 +84,8 @@ def as_parameter(entry: Entry, tensor: Tensor) -> nn.Parameter:
 class _Trial:
     """An optimizer on small tensors that stand for some of the model's, which begin alike in every trial."""
 
-    def __init__(self, spec: OptimizerSpec, entries: Sequence[Entry], device_type: str) -> None:
-        self._entries, self._device = entries, device_type
+    def __init__(self, spec: OptimizerSpec, entries: Sequence[Entry], device_type: str, size: float = 1.0) -> None:
+        self._entries, self._device, self._size = entries, device_type, size  # `size`: of gradients
         self.parameters = [as_parameter(e, self._values(e, 0)) for e in entries]
         self.optimizer = spec.build(self.parameters, device_type, [e.name for e in entries])
         self._rates, self._base = Rates(self.optimizer, spec.lr), spec.lr
@@ -92,7 +98,7 @@ class _Trial:
 
     def step(self, number: int, share: float = 1.0) -> None:
         for entry, parameter in zip(self._entries, self.parameters, strict=True):
-            parameter.grad = self._values(entry, number)
+            parameter.grad = self._values(entry, number) * self._size
         self._rates.set(self._base * share)
         self.optimizer.step()
         self._rates.check()
@@ -118,7 +124,7 @@ class _Trial:
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     far = _ROUNDINGS * torch.finfo(a.dtype).eps
-    return torch.allclose(a, b, rtol=far, atol=far)
+    return torch.allclose(a, b, rtol=far, atol=far, equal_nan=True)
 
 
 def _try(spec: OptimizerSpec, entries: list[Entry], device_type: str) -> Form:
@@ -135,7 +141,7 @@ def _try(spec: OptimizerSpec, entries: list[Entry], device_type: str) -> Form:
         elements={e.index: tuple(k for k, v in s.items() if _of_elements(k, v, p)) for e, p, s in together.states()},
         numbers=_numbers(together),
         others=_others(together),
-        separable=_separable(spec, entries, device_type, together),
+        separable=_separable(spec, entries, device_type),
         outside=_outside(spec, entries, device_type, together),
         obeys=not slowed.equals(together),
         draws=draws,
@@ -143,13 +149,13 @@ def _try(spec: OptimizerSpec, entries: list[Entry], device_type: str) -> Form:
 
 
 def _outside(spec: OptimizerSpec, entries: list[Entry], device_type: str, together: _Trial) -> str | None:
-    """What its steps may depend on besides its state: a number that counts on elsewhere, or something not to be seen
-    but by what it does."""
+    """What its steps may depend on besides its state: a tensor that it keeps elsewhere, a number that changes there, or
+    something not to be seen but by what it does."""
     first = _Trial(spec, entries, device_type)
-    begun, now = _values_outside(first.optimizer), _values_outside(together.optimizer)
-    for name in now:
-        if name not in begun or not torch.equal(torch.as_tensor(begun[name]), torch.as_tensor(now[name])):
-            return name
+    begun, now = dict(_values_outside(first)), dict(_values_outside(together))
+    for where, value in now.items():
+        if torch.is_tensor(value) or begun.get(where) != value:
+            return where
     for number in range(1, _STEPS):
         first.step(number)
     after = _Trial(spec, entries, device_type)
@@ -163,22 +169,51 @@ def _outside(spec: OptimizerSpec, entries: list[Entry], device_type: str, togeth
     return None if after.equals(together) else "something"
 
 
-def _values_outside(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Numbers and tensors among the optimizer's attributes and in its groups, but rates and what torch keeps there."""
-    usual = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
-    found = {name: value for name, value in vars(optimizer).items() if name not in usual and _kept(value)}
+def _values_outside(trial: _Trial) -> Iterator[tuple[str, Any]]:
+    """Numbers and tensors, by where they are, among the optimizer's attributes, in its groups and in its state of what
+    is no parameter, but rates and what torch keeps there; containers and objects are looked into."""
+    optimizer, usual = trial.optimizer, vars(torch.optim.Optimizer([torch.zeros(1)], {}))
+    seen = {id(thing) for thing in (*trial.parameters, optimizer, optimizer.state, optimizer.param_groups)}
+    for name, value in vars(optimizer).items():
+        if name not in usual:
+            yield from _inside(name, value, seen)
     for number, group in enumerate(optimizer.param_groups):
-        values = ((f"groups[{number}][{key!r}]", value) for key, value in group.items() if key != "lr")
-        found |= {name: value for name, value in values if _kept(value)}
-    return found
+        for key, value in group.items():
+            if key not in ("lr", "params"):
+                yield from _inside(f"groups[{number}][{key!r}]", value, seen)
+    for owner, value in cast("Mapping[object, Any]", optimizer.state).items():
+        if not torch.is_tensor(owner):
+            yield from _inside(f"state[{owner!r}]", value, seen)
 
 
-def _separable(spec: OptimizerSpec, entries: list[Entry], device_type: str, together: _Trial) -> bool:
-    try:
-        alone = [_Trial(spec, [entry], device_type).run() for entry in entries]
-    except Exception:
-        return False  # it wants to see all of them
-    return all(_alike(a.parameters[0], b) for a, b in zip(alone, together.parameters, strict=True))
+def _inside(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if _kept(value):
+        if id(value) not in seen:  # else it is a parameter
+            yield name, value
+        return
+    if id(value) in seen or isinstance(value, type | ModuleType) or callable(value):
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        inner: Iterable[tuple[object, Any]] = value.items()
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        inner = enumerate(value)
+    else:
+        inner = getattr(value, "__dict__", {}).items()
+    for number, (key, each) in enumerate(inner):
+        yield from _inside(f"{name}[{number if torch.is_tensor(key) else key!r}]", each, seen)
+
+
+def _separable(spec: OptimizerSpec, entries: list[Entry], device_type: str) -> bool:
+    for size in _SIZES:
+        try:
+            together = _Trial(spec, entries, device_type, size).run()
+            alone = [_Trial(spec, [entry], device_type, size).run() for entry in entries]
+        except Exception:
+            return False  # it wants to see all of them
+        if not all(_alike(a.parameters[0], b) for a, b in zip(alone, together.parameters, strict=True)):
+            return False
+    return True
 
 
 def is_number(value: object) -> bool:

@@ -69,6 +69,11 @@ class WholeOptimizer:
                     "first, so servers have no place for it; use another optimizer, or --strategy allreduce"
                 )
             for name in self._form.elements[entry.index]:
+                if name not in state:
+                    raise RunFailed(
+                        f"{self._store.spec.kind.__name__} keeps no {name!r} for {entry.name}, which it did for a "
+                        "smaller one; use another optimizer, or --strategy allreduce"
+                    )
                 place = entry.view(self._store.states[name])
                 if state[name].data_ptr() != place.data_ptr() or state[name].stride() != place.stride():
                     state[name] = place.copy_(state[name])
@@ -82,9 +87,19 @@ class WholeOptimizer:
 
     def scalars(self) -> Scalars:
         return {
-            entry.index: {name: float(state[name]) for name in state if name in self._form.numbers}
+            entry.index: {name: self._number(name, state[name]) for name in state if name in self._form.numbers}
             for entry, state in self._begun()
         }
+
+    def _number(self, name: str, value: Any) -> float:
+        """A number as servers pass it on; a whole number that a float cannot hold is refused."""
+        plain = value.item() if torch.is_tensor(value) else value
+        if isinstance(plain, int) and int(float(plain)) != plain:
+            raise RunFailed(
+                f"{self._store.spec.kind.__name__} keeps {name!r} = {plain} in its state, which servers cannot pass on "
+                "exactly; use --strategy allreduce"
+            )
+        return float(plain)
 
     def objection(self, spans: Sequence[Span], keys: bool) -> str | None:
         """What is wrong with a push, in words that go on from "worker 3"."""

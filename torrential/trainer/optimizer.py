@@ -9,7 +9,7 @@ from torrential.errors import BadInput, RunFailed
 from torrential.optim.schedule import schedule_of
 from torrential.params.home import gradients, is_elementwise
 from torrential.params.layout import Layout, plan
-from torrential.params.whole import form_of
+from torrential.params.whole import DRAWS, form_of
 from torrential.server.optimizer import bounds
 from torrential.strategies.base import Strategy
 from torrential.task import OptimizerSpec
@@ -32,10 +32,7 @@ def check_optimizer(config: RunConfig, strategy: Strategy, spec: OptimizerSpec, 
             raise
         return  # it may need a GPU, which this process must not take hold of: workers try it there
     if form.draws and config.workers > 1:
-        raise BadInput(
-            f"{name} draws random numbers, which differ from worker to worker (workers: {config.workers}); "
-            "use --workers 1"
-        )
+        raise BadInput(DRAWS.format(name=name, workers=config.workers))
     joined = strategy.joined(config.workers, config.batch_size)
     if not (form.obeys or schedule_of(config, joined).constant(joined)):
         raise BadInput(

@@ -15,6 +15,7 @@ only: deaths are news in the view, and interrupt nobody.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import signal
@@ -43,6 +44,7 @@ from torrential.worlds.local.servers import Servers
 
 START_SECONDS = 600.0  # until all are built; a task's model may take its time
 TICK_SECONDS = 0.1
+ABSENT_SECONDS = 1.0  # without a tick: this process itself was stopped
 WORKER_LIVES = 100
 OWN_STATUSES = (1, 3, 4)  # of children that fail: with a traceback, without a supervisor, with a message
 FAILED_STARTS = 3
@@ -94,6 +96,8 @@ class _Run:
         self._dismissed = False
         self._done = False
         self._statuses: dict[int, int] = {}  # of processes that have ended, by pid
+        self._looked = time.monotonic()  # when this process last ran
+        self._back = -math.inf  # when it last ran again, after it was stopped, as by Ctrl-Z
         self._handlers: dict[type, Callable[[Member, Any, list[Tensor]], None]] = {
             m.Hello: self._hello,
             m.BufferWanted: self._buffer,
@@ -128,6 +132,7 @@ class _Run:
                 self._deal_with(report)
             self._watch_the_clock()
             self._listener.tick()
+            self._looked = time.monotonic()
 
     def _deal_with(self, report: Report | Ended | None) -> None:
         if report is None:
@@ -150,6 +155,9 @@ class _Run:
 
     def _watch_the_clock(self) -> None:
         now = time.monotonic()
+        if now - self._looked > ABSENT_SECONDS:
+            self._back = now
+            self._forming_since = None if self._forming_since is None else now
         starting = [*self._starting.values(), *self._servers.starting()]
         self._observers.look()
         self._liveness.look([*self._workers.values(), *starting, *self._servers.here(), self._observers.current])
@@ -363,6 +371,8 @@ class _Run:
                 fallen(member, f"({_ending(status)})")
 
     def _suspect(self, member: Member, message: m.Suspect, _: list[Tensor]) -> None:
+        if time.monotonic() - self._back < self._settings.timeout:
+            return  # members may have waited for this process; whoever still waits will say so again
         if self._served:
             return self._servers.suspect(member, message)
         if message.rank < 0:

@@ -138,6 +138,8 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise BadInput(f"a {self.kind} is between hosts (given: {' and '.join(given)}); give hosts = [0, 1]")
             if not self.hosts:
                 raise BadInput(f"a {self.kind} needs the hosts on one side of it; give hosts = [0, 1]")
+            if len(set(self.hosts)) < len(self.hosts):
+                raise BadInput(f"a {self.kind} names a host twice (hosts = {list(self.hosts)}); name each once")
             if self.kind == "slow-link" and not self.delay:
                 raise BadInput("a slow link needs a delay; give delay = 0.01")
         if self.share is not None and self.share >= 1:
