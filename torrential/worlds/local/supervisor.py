@@ -127,12 +127,20 @@ class _Run:
             try:
                 report = self._crew.reports.get(timeout=TICK_SECONDS)
             except queue.Empty:
-                pass  # look at the clock
+                self._note_absence()
             else:
+                self._note_absence()
                 self._deal_with(report)
             self._watch_the_clock()
             self._listener.tick()
-            self._looked = time.monotonic()
+
+    def _note_absence(self) -> None:
+        """Notice that this process itself was stopped, before anything is made of what was said meanwhile."""
+        now = time.monotonic()
+        if now - self._looked > ABSENT_SECONDS:
+            self._back = now
+            self._forming_since = None if self._forming_since is None else now
+        self._looked = now
 
     def _deal_with(self, report: Report | Ended | None) -> None:
         if report is None:
@@ -155,9 +163,6 @@ class _Run:
 
     def _watch_the_clock(self) -> None:
         now = time.monotonic()
-        if now - self._looked > ABSENT_SECONDS:
-            self._back = now
-            self._forming_since = None if self._forming_since is None else now
         starting = [*self._starting.values(), *self._servers.starting()]
         self._observers.look()
         self._liveness.look([*self._workers.values(), *starting, *self._servers.here(), self._observers.current])
