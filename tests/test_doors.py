@@ -62,7 +62,7 @@ def test_neither_do_the_processes_of_a_simulation(hostile: Path, tmp_path: Path,
 
 def test_neither_does_python_m(tmp_path: Path) -> None:
     """Of what Python itself imports first we know nothing; of ours nothing is found there."""
-    for name in ("typer", "rich", "signal", "msgspec"):
+    for name in ("typer", "rich", "signal", "msgspec", "typing"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('of the current directory')\n")
     command = [sys.executable, "-m", "torrential", "--version"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
