@@ -121,6 +121,23 @@ class Tallying(torch.optim.SGD):
         return super().step(closure)
 
 
+class Late(torch.optim.SGD):
+    """Keeps a number in a group that first changes in its sixth step, after any trial."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["recent"] = [0.0]
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["taken"] = state.get("taken", 0) + 1
+                if state["taken"] == 6:
+                    self.param_groups[0]["recent"][0] += 1.0
+        return super().step(closure)
+
+
 class Clipping(torch.optim.SGD):
     """Looks at all gradients together, but only where they are large."""
 
@@ -272,6 +289,16 @@ def test_what_is_kept_outside_of_the_state_is_found_wherever_it_is(where: str, t
     task = small_task(160, optimizer=tt.optimizer(Tallying, lr=0.02, where=where))
     with pytest.raises(BadInput, match=r"it keeps .*tally.* outside of its state, which replicas and checkpoints"):
         run(task, tmp_path / "run", "bsp")
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "bsp"])
+def test_what_changes_outside_of_the_state_after_the_trial_is_found_when_it_is_saved(
+    strategy: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        RunFailed, match=r"Late keeps groups\[0\]\['recent'\]\[0\] outside of its state, and has changed"
+    ):
+        run(task_with(Late), tmp_path / "run", strategy)
 
 
 def test_draws_that_begin_late_end_the_run(tmp_path: Path) -> None:

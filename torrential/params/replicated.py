@@ -20,7 +20,7 @@ from torrential.errors import RunFailed
 from torrential.optim.rates import Rates
 from torrential.params.home import Finished, Update, dtype_name, flat_gradient, gradients, is_elementwise
 from torrential.params.layout import Bucket, Entry, Layout
-from torrential.params.whole import DRAWS, form_of, in_order, is_number
+from torrential.params.whole import DRAWS, Outside, form_of, in_order, is_number
 from torrential.task import OptimizerSpec
 
 
@@ -45,6 +45,7 @@ class ReplicatedParameters:
         )
         self._rates = Rates(self._optimizer, spec.lr)
         self._form = None if is_elementwise(spec) else form_of(spec, layout, _computing(device))
+        self._outside = None if self._form is None or self._form.outside is not None else Outside(self._optimizer)
         self._begin_momentum()
         self._staged = meeting.type != device.type  # gradients travel to the host and back
         self._summed: dict[torch.dtype, Tensor] = {}
@@ -132,6 +133,8 @@ class ReplicatedParameters:
                     yield index, key, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
     def flat(self) -> dict[str, Tensor]:
+        if self._outside is not None:
+            self._outside.check(self._optimizer)
         named: dict[str, Tensor] = {}
         parameters = ((i, "", p.detach()) for i, p in enumerate(self._parameters))
         for index, key, tensor in itertools.chain(parameters, self._states()):

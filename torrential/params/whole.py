@@ -152,10 +152,9 @@ def _outside(spec: OptimizerSpec, entries: list[Entry], device_type: str, togeth
     """What its steps may depend on besides its state: a tensor that it keeps elsewhere, a number that changes there, or
     something not to be seen but by what it does."""
     first = _Trial(spec, entries, device_type)
-    begun, now = dict(_values_outside(first)), dict(_values_outside(together))
-    for where, value in now.items():
-        if torch.is_tensor(value) or begun.get(where) != value:
-            return where
+    changed = Outside(first.optimizer).changed(together.optimizer)
+    if changed is not None:
+        return changed
     for number in range(1, _STEPS):
         first.step(number)
     after = _Trial(spec, entries, device_type)
@@ -169,11 +168,38 @@ def _outside(spec: OptimizerSpec, entries: list[Entry], device_type: str, togeth
     return None if after.equals(together) else "something"
 
 
-def _values_outside(trial: _Trial) -> Iterator[tuple[str, Any]]:
+class Outside:
+    """The numbers that an optimizer keeps beside its state, as they were when this was made.
+
+    A trial of three steps does not see a number that changes later; whoever saves the optimizer's state looks again.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._begun = dict(_values_outside(optimizer))
+
+    def changed(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """Where `optimizer` keeps a tensor, or another number than this one has seen; None if nowhere."""
+        for where, value in _values_outside(optimizer):
+            if torch.is_tensor(value) or self._begun.get(where) != value:
+                return where
+        return None
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RunFailed if what `optimizer` keeps beside its state has changed."""
+        where = self.changed(optimizer)
+        if where is not None:
+            raise RunFailed(
+                f"{type(optimizer).__name__} keeps {where} outside of its state, and has changed it, so no checkpoint "
+                "and no replica would be right; keep it in self.state[parameter]"
+            )
+
+
+def _values_outside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
     """Numbers and tensors, by where they are, among the optimizer's attributes, in its groups and in its state of what
     is no parameter, but rates and what torch keeps there; containers and objects are looked into."""
-    optimizer, usual = trial.optimizer, vars(torch.optim.Optimizer([torch.zeros(1)], {}))
-    seen = {id(thing) for thing in (*trial.parameters, optimizer, optimizer.state, optimizer.param_groups)}
+    usual = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    seen = {id(thing) for thing in (*parameters, optimizer, optimizer.state, optimizer.param_groups)}
     for name, value in vars(optimizer).items():
         if name not in usual:
             yield from _inside(name, value, seen)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torrential.errors import RunFailed
 from torrential.optim.rates import Rates
 from torrential.params.layout import Entry
-from torrential.params.whole import as_parameter, in_order
+from torrential.params.whole import Outside, as_parameter, in_order
 from torrential.server.messages import Span
 from torrential.server.optimizer import RangeOptimizer, Scalars, Store
 
@@ -47,6 +47,7 @@ class WholeOptimizer:
             names = [entry.name for entry in self._entries]
             self._optimizer = store.spec.build(self._parameters, names=names)
             self._rates = Rates(self._optimizer, store.spec.lr)
+            self._outside = Outside(self._optimizer)
             for entry, parameter in zip(self._entries, self._parameters, strict=True):
                 if entry.index in scalars:
                     self._optimizer.state[parameter] = self._restored(entry, scalars[entry.index])
@@ -86,6 +87,8 @@ class WholeOptimizer:
         return [(e, state[p]) for e, p in zip(self._entries, self._parameters, strict=True) if state.get(p)]
 
     def scalars(self) -> Scalars:
+        if self._optimizer is not None:
+            self._outside.check(self._optimizer)
         return {
             entry.index: {name: self._number(name, state[name]) for name in state if name in self._form.numbers}
             for entry, state in self._begun()
