@@ -39,6 +39,8 @@ from torrential.run import Silent
 from torrential.server.client import Client, Pending
 from torrential.server.consistency import Consistency
 from torrential.strategies.base import Strategy
+from torrential.strategies.context import Context
+from torrential.strategies.roles import Role, Roles, Servers
 from torrential.task import optimizer
 from torrential.worlds.base import Job
 from torrential.worlds.local.launch import Launch
@@ -127,14 +129,13 @@ class Wide(Vector):
 class Audit(Strategy, frozen=True, kw_only=True):
     name: ClassVar[str] = "bench-audit"
     summary: ClassVar[str] = "adds numbered tags and keeps account of them"
-    served: ClassVar[bool] = True
 
     plan: Plan
 
-    def consistency(self, workers: int) -> Consistency:
-        return Consistency(self.plan.staleness)
+    def roles(self, workers: int, servers: int) -> Roles:
+        return Role("worker", workers, self.worker, "view"), Servers(servers, Consistency(self.plan.staleness))
 
-    def worker(self, ctx: Any) -> None:
+    def worker(self, ctx: Context) -> None:
         _Member(self.plan, ctx.comm).run()
         ctx.comm.leave()
 

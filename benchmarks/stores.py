@@ -27,6 +27,8 @@ from torrential.run import Silent
 from torrential.server.client import Client
 from torrential.server.consistency import Consistency
 from torrential.strategies.base import Strategy
+from torrential.strategies.context import Context
+from torrential.strategies.roles import Role, Roles, Servers
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.supervisor import LocalWorld
 
@@ -256,18 +258,17 @@ class Bench(Strategy, frozen=True, kw_only=True):
 
     name: ClassVar[str] = "bench-server"
     summary: ClassVar[str] = "times the parameter server"
-    served: ClassVar[bool] = True
 
     setup: Setup
 
-    def consistency(self, workers: int) -> Consistency:
-        return Consistency(None)
+    def roles(self, workers: int, servers: int) -> Roles:
+        return Role("worker", workers, self.worker, "view"), Servers(servers, Consistency(None))
 
-    def worker(self, ctx: Any) -> None:
+    def worker(self, ctx: Context) -> None:
         numel = self.setup.numel
         client = Client(ctx.comm, numel, torch.float32)
         clock = client.enter()
-        gradient, into = ctx.gradient, ctx.vector  # registered
+        gradient, into = ctx.replica.gradient(), ctx.replica.vector()  # registered
         gradient.fill_(1e-3)
         keys = ctx.comm.buffer("keys", numel // SPARSE, torch.int64).copy_(sparse_keys(numel))
         few = ctx.comm.buffer("few", numel // SPARSE, torch.float32).copy_(gradient[keys])

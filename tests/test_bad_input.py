@@ -30,6 +30,7 @@ from torrential.data.deal import Deal
 from torrential.errors import BadInput
 from torrential.options import explain
 from torrential.strategies import STRATEGIES
+from torrential.strategies.base import needs_servers
 from torrential.tasks import check_own
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
@@ -754,9 +755,9 @@ def test_all_that_can_be_set_is_shown_and_explained(name: str, main_here: Callab
     shown = " ".join(ended.out.split())
     options = [option for kind in (STRATEGIES[name], Settings, Recipe) for option in explain(kind)]
     assert len(options) == len({option.name for option in options})
-    hidden = without_effect(STRATEGIES[name].served)
+    hidden = without_effect(needs_servers(STRATEGIES[name]))
     assert not [o.name for o in options if o.name in hidden and f" {o.name}" in shown and o.about in shown]
-    if STRATEGIES[name].served:
+    if needs_servers(STRATEGIES[name]):
         assert "scaling=none (none | linear | sqrt) " in shown
         hidden = hidden | {"scaling"}
     for option in (option for option in options if option.name not in hidden):
@@ -771,7 +772,7 @@ def test_all_that_can_be_set_is_shown_and_explained(name: str, main_here: Callab
     assert [name for name in SIMULATED if f"{name}=" not in simulated] == [] and simulated.count("=") == len(SIMULATED)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in STRATEGIES.items() if kind.served])
+@pytest.mark.parametrize("name", [name for name, kind in STRATEGIES.items() if needs_servers(kind)])
 def test_what_is_not_shown_is_refused(name: str, refused: Callable[..., str]) -> None:
     for option in ("algorithm=ring", "grow=true", "resize=0:0.5", "scaling=loss"):
         given = ("--strategy", name, "--workers", 2, "--set", option, "--set", "schedule=step")

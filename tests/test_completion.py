@@ -11,6 +11,7 @@ import pytest
 from torrential import completion
 from torrential.config import Recipe, Settings
 from torrential.strategies import STRATEGIES
+from torrential.strategies.base import needs_servers
 from torrential.worlds.sim.cluster import read_cluster
 
 # The command as a shell calls it; says at its end whether torch was loaded.
@@ -53,7 +54,7 @@ def test_names_are_those_that_there_are() -> None:
     for name in completion.clusters(""):
         assert read_cluster(name)["name"] == name
     for name, kind in STRATEGIES.items():
-        assert completion._own_options(name) == (set(kind.__struct_fields__), kind.served)
+        assert completion._own_options(name) == (set(kind.__struct_fields__), needs_servers(kind))
 
 
 def test_what_is_offered_after_set_is_all_that_can_be_set() -> None:

@@ -21,7 +21,7 @@ def test_an_epoch_by_hand() -> None:
     deal.advance(deal.share(0, 1, 3).total)
     assert (deal.epoch, deal.cursor) == (0, 7)
     assert [deal.share(m, 4, 1).indices.tolist() for m in range(4)] == [[], order[7:8], order[8:9], order[9:10]]
-    assert deal.share(0, 4, 1).micro_batches == {}
+    assert deal.share(0, 4, 1).batches == []
     deal.advance(3)
     assert (deal.epoch, deal.cursor) == (1, 0)
 
@@ -41,11 +41,11 @@ def test_changing_membership_loses_and_repeats_nothing() -> None:
                 if shares[0].total >= 2 * members * accumulate:
                     assert max(sizes) - min(sizes) <= 1
                 if batch >= 3 and shares[0].total > 1:  # the last few go to fewer members: batch norm needs two
-                    assert 1 not in [len(piece) for share in shares for piece in share.micro_batches.values()]
+                    assert 1 not in [len(piece) for share in shares for piece in share.batches]
                 for share in shares:
-                    assert len(share.micro_batches) <= accumulate
-                    assert all(0 < len(piece) <= batch for piece in share.micro_batches.values())
-                    pieces = [i for piece in share.micro_batches.values() for i in piece.tolist()]
+                    assert len(share.batches) <= accumulate
+                    assert all(0 < len(piece) <= batch for piece in share.batches)
+                    pieces = [i for piece in share.batches for i in piece.indices.tolist()]
                     assert pieces == share.indices.tolist()
                     seen += pieces
                 deal.advance(shares[0].total)
@@ -67,7 +67,7 @@ def test_accumulation_cuts_a_batch_as_more_members_would(samples: int, batch: in
     places = list(itertools.accumulate(map(len, alone), initial=cursor))  # in the epoch's order
     for members in (1, 2):
         shares = [deal.share(m, members, batch, k // members) for m in range(members)]
-        found = {first: piece.tolist() for share in shares for first, piece in share.micro_batches.items()}
+        found = {batch.first: batch.indices.tolist() for share in shares for batch in share.batches}
         assert found == {first: piece for first, piece in zip(places, alone, strict=False) if piece}
         assert [i for share in shares for i in share.indices.tolist()] == [i for p in alone for i in p]
 

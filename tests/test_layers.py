@@ -63,7 +63,7 @@ def judge(source: tuple[str, ...], target: tuple[str, ...]) -> str | None:
     if RANK[other] > RANK[top]:
         return f"{top} (layer {RANK[top]}) imports {other} (layer {RANK[other]}), which is above it"
     siblings = top == other == "strategies" and source[1:] != ("__init__",)
-    if siblings and target[1:2] not in ((), ("base",), source[1:2]):
+    if siblings and target[1:2] not in ((), ("base",), ("context",), ("roles",), source[1:2]):
         return f"strategy {source[1]!r} imports strategy {target[1]!r}; share through strategies/base.py"
     return None
 

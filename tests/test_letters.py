@@ -35,6 +35,8 @@ from torrential.run import Silent
 from torrential.server.consistency import Consistency
 from torrential.server.messages import Add, Call, Done, Message, Pull, Push, Put, Range, Refused, State, View
 from torrential.strategies.base import Strategy
+from torrential.strategies.context import Context
+from torrential.strategies.roles import Role, Roles, Servers
 from torrential.task import Task
 from torrential.worlds.base import Job
 from torrential.worlds.local import messages as m
@@ -485,18 +487,17 @@ class Watching(Strategy, frozen=True, kw_only=True):
 
     name: ClassVar[str] = "watching"
     summary: ClassVar[str] = "tells what it sees"
-    served: ClassVar[bool] = True
 
     until: int  # the version of the last view to wait for
 
-    def consistency(self, workers: int) -> Consistency:
-        return Consistency(None)
+    def roles(self, workers: int, servers: int) -> Roles:
+        return Role("worker", workers, self.worker, "view"), Servers(servers, Consistency(None))
 
-    def worker(self, ctx: Any) -> None:
+    def worker(self, ctx: Context) -> None:
         view = ctx.comm.view
         while True:
             detail = msgspec.json.encode(view).decode()
-            ctx.outlet.record(Event(event="viewed", time=ctx.comm.now(), worker=ctx.comm.rank, detail=detail))
+            ctx.progress.note("viewed", detail)
             if view.version >= self.until:
                 return ctx.comm.leave()
             letter = ctx.comm.receive(20)

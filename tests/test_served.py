@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,8 +19,12 @@ from tests.test_equivalence import assert_equal_models
 from tests.test_faults import Run
 from torrential.errors import BadInput
 from torrential.records import Step, Summary
+from torrential.server.consistency import Consistency
+from torrential.server.shard import Shard
 from torrential.strategies import STRATEGIES
+from torrential.strategies.context import Context
 from torrential.strategies.downpour import Downpour
+from torrential.strategies.roles import Role, Roles, Servers
 from torrential.task import OptimizerSpec
 from torrential.tasks import load_task
 
@@ -174,21 +178,20 @@ class Asking(Downpour, frozen=True, kw_only=True):
     """Asks the servers how many parameters each of them heads, and trains."""
 
     name: ClassVar[str] = "asking"
-    handlers: ClassVar = {
-        "count": lambda shard, options, tensors: [torch.tensor([shard.stop - shard.start + options["more"]])]
-    }
 
-    def worker(self, ctx: Any) -> None:
-        begin = ctx.begin
+    def roles(self, workers: int, servers: int) -> Roles:
+        def count(shard: Shard, options: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [torch.tensor([shard.stop - shard.start + options["more"]])]
 
-        def begin_and_ask() -> int:
-            clock = begin()
-            found = [int(tensor) for tensor in ctx.params.call("count", {"more": 1}).wait().tensors]
-            assert len(found) == 2 and sum(found) == ctx.vector.numel() + 2
-            told.append(found)
-            return clock
+        return (
+            Role("worker", workers, self.worker, "view"),
+            Servers(servers, Consistency(None), handlers={"count": count}),
+        )
 
-        ctx.begin = begin_and_ask
+    def worker(self, ctx: Context) -> None:
+        found = [int(tensor) for tensor in ctx.params.call("count", {"more": 1}).wait().tensors]
+        assert len(found) == 2 and sum(found) == ctx.replica.vector().numel() + 2
+        told.append(found)
         super().worker(ctx)
 
 

@@ -8,9 +8,10 @@ import torch
 from network import Cluster, Hub
 
 from torrential.comm.protocol import SERVERS
+from torrential.data.deal import Batch
 from torrential.server.dealer import Dealer
 from torrential.strategies.backup import Backup
-from torrential.strategies.base import Batch
+from torrential.strategies.base import servers_of
 from torrential.strategies.downpour import Downpour
 from torrential.strategies.ssp import Ssp
 from torrential.task import OptimizerSpec
@@ -37,50 +38,50 @@ class Config:
 
 
 class Descent:
-    """strategies.base.ServedContext for the loss sum(curvatures * x ** 2) / 2 and batches of one sample."""
-
-    used = None
+    """strategies.context.Context and its parts, for the loss sum(curvatures * x ** 2) / 2 and batches of one sample."""
 
     def __init__(self, client, comm, workers, curvatures, factor):
         self.params, self.comm, self.config = client, comm, Config(workers)
-        self.vector = comm.buffer("vector", client.numel, client.dtype)
-        self.gradient = comm.buffer("gradient", client.numel, client.dtype)
+        self.data = self.replica = self.progress = self
+        self.at = comm.buffer("vector", client.numel, client.dtype)
+        self.slope = comm.buffer("gradient", client.numel, client.dtype)
         self.curvatures, self.factor, self.batches = curvatures, factor, 0
 
-    def begin(self):
-        clock = self.params.enter()
-        self.params.get(self.vector).wait()
-        return clock
+    def vector(self):
+        return self.at
+
+    def gradient(self):
+        return self.slope
+
+    def reached(self):
+        return None
 
     def take(self, clock, minibatches=1, after=0):
         answer = self.params.take(minibatches, clock=clock, after=after).wait()
         if answer.finished:
             return None
         first, last = answer.indices
-        return Batch(answer.lease, answer.epoch, first, torch.arange(first, last), answer.total or last - first)
+        return Batch(answer.epoch, first, torch.arange(first, last), answer.total or last - first, lease=answer.lease)
 
-    def backward(self, batch, weight, after=None):
-        if len(batch.indices):
-            gradient = self.vector * self.curvatures * weight
+    def backward(self, batches, after=None):
+        (batch,) = batches
+        if len(batch):
+            gradient = self.at * self.curvatures * batch.weight
             self.hold()
             self.batches += 1
             if after is not None:
                 after.wait()
-            self.gradient.copy_(gradient)
+            self.slope.copy_(gradient)
         return 0.0
 
     def hold(self):
         """The time that it takes."""
         self.comm.sleep(BATCH_SECONDS * self.factor(self.comm.rank, self.batches))
 
-    def rate(self, batch, joined):
+    def rate(self, joined, batch=None):
         return RATE
 
-    def exchange(self, batch, clock, rate):
-        gradient = self.gradient if len(batch.indices) else None
-        return self.params.push_pull(gradient, self.vector, clock=clock, lr=rate, lease=batch.lease).wait()
-
-    def advance(self, batch, loss, answer):
+    def advance(self, batch, loss, answer=None):
         pass
 
     def leave(self):
@@ -90,9 +91,9 @@ class Descent:
 def start(strategy, workers, samples, *, curvatures=(0.0,) * 16, factor=lambda rank, batch: 1.0, ctx=Descent):
     hub, curvatures = Hub(0), torch.tensor(curvatures, dtype=torch.float64)
     cluster = Cluster(
-        hub, len(curvatures), workers=range(workers), consistency=strategy.consistency(workers),
+        hub, len(curvatures), workers=range(workers), consistency=servers_of(strategy, workers).consistency,
         spec=OptimizerSpec(torch.optim.SGD, RATE), dtype=torch.float64, initial=torch.ones_like(curvatures),
-        dealer=Dealer(samples, 1, strategy.together),
+        dealer=Dealer(samples, 1, servers_of(strategy, workers).joined),
     )  # fmt: skip
     for rank in range(workers):
         cluster.work(rank, lambda client, comm: strategy.worker(ctx(client, comm, workers, curvatures, factor)))
@@ -136,7 +137,7 @@ class InTurn(Descent):
         while self.turn[0] % self.config.workers != self.comm.rank:
             self.comm.waiting = True
             self.comm.hub_switch()
-        self.seen.append(self.vector.abs())
+        self.seen.append(self.at.abs())
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2, 4, 16])

@@ -4,7 +4,8 @@
       step-00000050/
         model.safetensors        state_dict() names: model.load_state_dict(load_file(path)) works
         optimizer.safetensors    <parameter name>/<state key>
-        workers.safetensors      <worker>/<buffer name>: each worker's own module buffers
+        workers.safetensors      <worker>/<state>/<key>: what each worker keeps by name, its module buffers above all;
+                                 everybody/<state>/<key>: what a strategy keeps for all of them
         state.json               where training stood, and the sha256 of every file
 
 A checkpoint is written into a hidden directory beside the others and then renamed, so a writer may be killed at any
@@ -34,7 +35,7 @@ from torrential.files import decode_json, read_regular
 from torrential.records import NO_SPACE, lives
 from torrential.server.dealer import Dealer
 
-FORMAT = 1
+FORMAT = 2
 STATE = "state.json"
 TENSORS = ("model", "optimizer", "workers")
 

@@ -231,6 +231,7 @@ def strategies(
     from torrential.errors import UnknownName
     from torrential.options import explain
     from torrential.strategies import STRATEGIES
+    from torrential.strategies.base import needs_servers
 
     if name is None:
         for known, kind in STRATEGIES.items():
@@ -242,10 +243,12 @@ def strategies(
     print(inspect.getdoc(sys.modules[kind.__module__]))
     print("\nWhat can be set with --set name=value; shown with the default, if there is one.")
     own = f"Of {name} alone" + ("." if kind.__struct_fields__ else ": nothing.")
-    hidden = without_effect(kind.served)
+    hidden = without_effect(needs_servers(kind))
     real = [option for option in explain(Settings) if option.name not in SIMULATED]
     simulated = [option for option in explain(Settings) if option.name in SIMULATED]
-    recipe = [o._replace(choices=[c for c in o.choices if not (kind.served and c == "loss")]) for o in explain(Recipe)]
+    recipe = [
+        o._replace(choices=[c for c in o.choices if not (needs_servers(kind) and c == "loss")]) for o in explain(Recipe)
+    ]
     for about, options in (
         (own, list(explain(kind))),
         (inspect.getdoc(Settings), real),

@@ -60,7 +60,9 @@ def _own_options(strategy: str) -> tuple[set[str], bool]:
         for node in kind.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
-    return {name for name, type_ in fields.items() if not type_.startswith("ClassVar")}, "served" in fields
+    return {name for name, type_ in fields.items() if not type_.startswith("ClassVar")}, any(
+        isinstance(n, ast.Name) and n.id == "Servers" for n in ast.walk(tree)
+    )
 
 
 def _beginning(names: Iterable[str], incomplete: str) -> list[str]:

@@ -29,7 +29,7 @@ from torrential.optim.schedule import schedule_of
 from torrential.options import make
 from torrential.records import Evaluation, Summary
 from torrential.strategies import STRATEGIES, make_strategy
-from torrential.strategies.base import Strategy
+from torrential.strategies.base import Strategy, needs_servers
 from torrential.task import Task, build_model, with_validation
 from torrential.tasks import check_own, load_task
 from torrential.terminal import standard_error
@@ -178,7 +178,8 @@ def _cluster(asked: Request, settings: Settings, servers: int) -> dict[str, Any]
 
 def _servers(asked: Request, strategy: Strategy, settings: Settings, model: nn.Module) -> int:
     """How many there shall be."""
-    if not strategy.served:
+    strategy.roles(asked.workers, 1)  # refuses what does not go together
+    if not needs_servers(strategy):
         if asked.servers:
             raise BadInput(f"{asked.strategy} needs no servers (given: {asked.servers}); leave out --servers")
         return 0
@@ -196,7 +197,6 @@ def _servers(asked: Request, strategy: Strategy, settings: Settings, model: nn.M
         raise BadInput(f"servers keep parameters of one type (the model has {', '.join(kinds)}); convert some of them")
     if settings.algorithm != "auto":
         raise BadInput(f"{asked.strategy} sums nothing among workers; leave out algorithm={settings.algorithm}")
-    strategy.consistency(asked.workers)  # refuses what does not go together
     return servers
 
 
@@ -206,13 +206,13 @@ def _check_recipe(
     """Refuse what cannot work; say in one line what the recipe changes, and in others what is likely a mistake."""
     recipe = config.recipe
     refused = {"resize": recipe.resize is not None, "grow": recipe.grow, "scaling=loss": recipe.scaling == "loss"}
-    if strategy.served and any(refused.values()):
+    if needs_servers(strategy) and any(refused.values()):
         wrong = " and ".join(name for name, is_given in refused.items() if is_given)
         raise BadInput(f"{config.strategy} does not know {wrong}; leave it out, or use --strategy allreduce")
     joined = strategy.joined(config.workers, config.batch_size)
     if joined > config.samples:
         fits = config.samples * config.batch_size // joined
-        several = "push_every" if strategy.served else "accumulate"
+        several = "push_every" if needs_servers(strategy) else "accumulate"
         raise BadInput(
             f"the joined batch is larger than the training set (samples a step: {joined}, samples: {config.samples}); "
             f"use --batch-size {fits or 1}" + ("" if fits else f" and a smaller {several}")

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 import torch
@@ -32,9 +33,8 @@ from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.wire import TOKEN_BYTES
 from torrential.errors import RunFailed
-from torrential.records import Event
 from torrential.strategies.base import Strategy
-from torrential.trainer.worker import Worker
+from torrential.strategies.context import Context
 from torrential.worlds.local.comm import LocalComm
 
 CALIBRATED = tuple(1 << power for power in range(10, 27, 2))  # bytes; more than a run takes the time for
@@ -76,10 +76,12 @@ class MeasureAllReduce(Strategy, frozen=True, kw_only=True):
     messages: str  # unix or tcp
     fresh: bool
 
-    def worker(self, ctx: Any) -> None:
-        ctx.join(lambda _: None)
-        _Member(self, ctx).run()
-        ctx.leave()
+    def worker(self, ctx: Context) -> None:
+        comm = ctx.comm
+        assert isinstance(comm, LocalComm)
+        comm.regroup(lambda: 0)
+        _Member(self, comm, ctx.progress.note).run()
+        comm.leave()
 
 
 def contenders(shares_memory: bool) -> list[str]:
@@ -93,9 +95,8 @@ def repetitions(once: float) -> int:
 
 
 class _Member:
-    def __init__(self, asked: MeasureAllReduce, worker: Worker) -> None:
-        assert isinstance(worker.comm, LocalComm)
-        self._asked, self._outlet, self._comm = asked, worker.outlet, worker.comm
+    def __init__(self, asked: MeasureAllReduce, comm: LocalComm, note: Callable[[str, str], None]) -> None:
+        self._asked, self._comm, self._note = asked, comm, note
         self._first = self._comm.rank == self._comm.members[0]
         self._data = self._comm.buffer("bench", max(*asked.sizes, SMALLEST_BUFFER) // 4, torch.float32)
 
@@ -184,5 +185,4 @@ class _Member:
 
     def _tell(self, news: News) -> None:
         if self._first:
-            detail = msgspec.json.encode(news).decode()
-            self._outlet.record(Event(event="bench", time=self._comm.now(), detail=detail))
+            self._note("bench", msgspec.json.encode(news).decode())

@@ -26,9 +26,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SERVERS = 1 << 16  # the address of server 0
+COORDINATORS = 2 << 16  # of coordinator 0
+OBSERVER = 3 << 16
 
 
 def role_name(address: int) -> str:
+    """What a role is called in what people read."""
+    if address >= OBSERVER:
+        return "observer"
+    if address >= COORDINATORS:
+        return f"coordinator {address - COORDINATORS}"
     return f"worker {address}" if address < SERVERS else f"server {address - SERVERS}"
 
 
@@ -105,8 +112,9 @@ class Comm(Mail, Protocol):
     members: tuple[int, ...]
     generation: int
 
-    def compute(self, samples: int, work: Callable[[], T]) -> T:
-        """Forward and backward over so many samples. Where time is simulated it takes what it takes there."""
+    def compute(self, samples: float, work: Callable[[], T]) -> T:
+        """Forward and backward over so many samples, or a share of that work. Where time is simulated it takes what it
+        takes there."""
 
     def reached(self, share: float, then: Callable[[], None]) -> None:
         """From within `work`, when this share of it is done: do `then`. Where time is simulated: when it has come."""

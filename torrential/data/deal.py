@@ -9,7 +9,7 @@ Everyone computes the same order from (seed, epoch), so no message is needed, an
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -19,12 +19,50 @@ from torrential.errors import BadInput
 
 
 @dataclass(frozen=True)
+class Batch:
+    """Samples that are trained on together."""
+
+    epoch: int
+    first: int  # the place of the first of them in the epoch's order
+    indices: Tensor
+    total: int  # samples of all workers together, where they are dealt one joined batch; else of this one
+    weight: float = 1.0  # of its mean loss in the gradient
+    lease: int = 0  # to be named in the push, where servers deal samples
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.indices)
+
+    def weighted(self, weight: float) -> Batch:
+        return replace(self, weight=weight)
+
+    def split(self, size: int) -> list[Batch]:
+        """The same samples in minibatches; one of nothing if there are none."""
+        pieces = self.indices.split(size) if len(self.indices) > size else (self.indices,)
+        firsts = range(self.first, self.first + max(1, len(self.indices)), size)
+        return [
+            replace(self, first=first, indices=piece, total=len(piece))
+            for first, piece in zip(firsts, pieces, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
 class Share:
     """What one member takes in one step."""
 
-    indices: Tensor  # (n,) long; empty when there are fewer samples left than members
-    micro_batches: dict[int, Tensor]  # the same in pieces, by place of the first in the epoch's order; none is empty
+    batches: list[Batch]  # weighted by their part of the joined batch; empty when there are fewer samples than members
     total: int  # samples of all members together
+
+    @property
+    def samples(self) -> int:
+        return sum(len(batch) for batch in self.batches)
+
+    @property
+    def indices(self) -> Tensor:
+        return torch.cat([torch.empty(0, dtype=torch.int64), *(batch.indices for batch in self.batches)])
 
 
 class Deal:
@@ -45,8 +83,12 @@ class Deal:
         mine = range(member * accumulate, (member + 1) * accumulate)
         parts = [part(take, number, pieces, batch_size) for number in mine]
         joined = order(self.samples, self.seed, self.epoch)[self.cursor : self.cursor + take]
-        micro_batches = {self.cursor + first: joined[first:last] for first, last in parts if first < last}
-        return Share(joined[parts[0][0] : parts[-1][1]], micro_batches, take)
+        batches = [
+            Batch(self.epoch, self.cursor + first, joined[first:last], take, (last - first) / take)
+            for first, last in parts
+            if first < last
+        ]
+        return Share(batches, take)
 
     def advance(self, taken: int) -> None:
         """Moves past a step that took `taken` samples (its share's total); past the last sample a new epoch begins."""

@@ -1,4 +1,4 @@
-"""What a strategy may ask of the place where parameters live."""
+"""The places where a worker's parameters live, and what is asked of them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,12 @@ class Update:
     used: tuple[bool, ...]  # by entry: whether any member's backward reached it
 
 
-class Home(Protocol):
+class Parameters(Protocol):
+    """The parameters of a role, and what is kept with them."""
+
     layout: Layout
     counts: list[int]  # by entry: updates so far
     private: bool  # whether each member has a copy of its own
-
-    def reduce(self, bucket: Bucket) -> Handle:
-        """Start summing a bucket whose gradients are complete on this worker. Called from autograd hooks."""
-
-    def square_norm(self) -> float:
-        """This member's part of the squared norm of the summed gradient; the parts add up to it."""
-
-    def apply(self, update: Update) -> None:
-        """Take the step. Never waits for anybody."""
 
     def settle(self) -> None:
         """Return when every member's part of the last step can be seen here."""
@@ -52,7 +45,21 @@ class Home(Protocol):
     def extras(self) -> dict[str, Tensor]:
         """Optimizer state of any other shape, by "<parameter>/<key>"."""
 
-    def load(self, flat: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> None: ...
+    def load(self, flat: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> None:
+        """Take over what `flat` and `extras` of another have given."""
+
+
+class Home(Parameters, Protocol):
+    """Parameters that all members hold alike."""
+
+    def reduce(self, bucket: Bucket) -> Handle:
+        """Start summing a bucket whose gradients are complete on this worker. Called from autograd hooks."""
+
+    def square_norm(self) -> float:
+        """This member's part of the squared norm of the summed gradient; the parts add up to it."""
+
+    def apply(self, update: Update) -> None:
+        """Take the step. Never waits for anybody."""
 
 
 class Finished:
@@ -122,6 +129,11 @@ def _try(spec: OptimizerSpec, dtype: torch.dtype) -> tuple[dict[str, float], dic
     probe.grad = torch.zeros(2, dtype=dtype)
     optimizer.step()
     return initial, {k: v for k, v in optimizer.state[probe].items() if torch.is_tensor(v)}
+
+
+def computing_device(device: torch.device) -> str:
+    """The kind of device on which an optimizer can be tried: nothing is computed on torch's meta device."""
+    return "cpu" if device.type == "meta" else device.type
 
 
 def choose(comm: Comm, spec: OptimizerSpec, device: torch.device) -> bool:

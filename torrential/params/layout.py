@@ -75,8 +75,9 @@ class Layout:
                     yield Piece(entry, start, stop)
 
 
-def plan(model: nn.Module, bucket_bytes: int) -> Layout:
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+def plan(model: nn.Module, bucket_bytes: int, names: Mapping[str, str] | None = None) -> Layout:
+    """The layout of a model's trained parameters. `names`: what to call them, by the model's own names."""
+    named = [(n if names is None else names[n], p) for n, p in model.named_parameters() if p.requires_grad]
     sizes: dict[torch.dtype, int] = {}
     entries: list[Entry] = []
     groups: list[list[Entry]] = []

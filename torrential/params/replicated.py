@@ -18,9 +18,18 @@ from torch import Tensor, nn
 from torrential.comm.protocol import Comm, Handle, Standing
 from torrential.errors import RunFailed
 from torrential.optim.rates import Rates
-from torrential.params.home import Finished, Update, dtype_name, flat_gradient, gradients, is_elementwise
+from torrential.params.home import (
+    Finished,
+    Update,
+    computing_device,
+    dtype_name,
+    flat_gradient,
+    gradients,
+    is_elementwise,
+)
 from torrential.params.layout import Bucket, Entry, Layout
-from torrential.params.whole import DRAWS, Outside, form_of, in_order, is_number
+from torrential.params.optimizer_state import begin_momentum, restored, states_of
+from torrential.params.whole import DRAWS, Outside, form_of, in_order
 from torrential.task import OptimizerSpec
 
 
@@ -44,9 +53,9 @@ class ReplicatedParameters:
             [self._parameters[e.index] for e in ordered], device.type, [e.name for e in ordered]
         )
         self._rates = Rates(self._optimizer, spec.lr)
-        self._form = None if is_elementwise(spec) else form_of(spec, layout, _computing(device))
+        self._form = None if is_elementwise(spec) else form_of(spec, layout, computing_device(device))
         self._outside = None if self._form is None or self._form.outside is not None else Outside(self._optimizer)
-        self._begin_momentum()
+        begin_momentum(spec, self._optimizer, self._parameters)
         self._staged = meeting.type != device.type  # gradients travel to the host and back
         self._summed: dict[torch.dtype, Tensor] = {}
         for dtype, numel in layout.sizes.items():
@@ -57,14 +66,6 @@ class ReplicatedParameters:
             if self._staged:
                 _pin(self._summed[dtype])
         self._sums = [entry.view(self._summed[entry.dtype]) for entry in layout.entries]
-
-    def _begin_momentum(self) -> None:
-        """From zero instead of from nothing: the same numbers, but torch's fused step refuses a mixture of both, as
-        when a parameter is used later than others."""
-        options = self.spec.options
-        if self.spec.kind is torch.optim.SGD and options.get("momentum") and not options.get("dampening"):
-            for parameter in self._parameters:
-                self._optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     # -- a step -------------------------------------------------------------------------------------------------
     def reduce(self, bucket: Bucket) -> Handle:
@@ -124,13 +125,7 @@ class ReplicatedParameters:
 
     # -- snapshots ----------------------------------------------------------------------------------------------
     def _states(self) -> Iterator[tuple[int, str, Tensor]]:
-        """Every tensor and number of the optimizer's state: entry, key, value."""
-        for index, parameter in enumerate(self._parameters):
-            for key, value in self._optimizer.state[parameter].items():
-                if torch.is_tensor(value):
-                    yield index, key, value
-                elif is_number(value):
-                    yield index, key, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        return states_of(self._optimizer, self._parameters)
 
     def flat(self) -> dict[str, Tensor]:
         if self._outside is not None:
@@ -173,15 +168,7 @@ class ReplicatedParameters:
                     parameter.data.copy_(entry.view(vector))
         for name, tensor in extras.items():
             named, _, key = name.rpartition("/")
-            kind = None if form is None else form.numbers.get(key)
-            self._optimizer.state[by_name[named]][key] = (
-                kind(tensor.item()) if isinstance(kind, type) else tensor.clone()
-            )
-
-
-def _computing(device: torch.device) -> str:
-    """Where an optimizer can be tried: nothing is computed on torch's meta device."""
-    return "cpu" if device.type == "meta" else device.type
+            self._optimizer.state[by_name[named]][key] = restored(key, tensor, form)
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -92,6 +92,12 @@ class Client:
         self._read([], clock, everywhere=True)  # ranges that are behind need not wait for this worker until then
         return clock
 
+    def begin(self, into: Tensor) -> int:
+        """Take part, with the current parameters in `into`; returns the clock to begin with."""
+        clock = self.enter()
+        self.pull(into, clock=clock).wait()  # ranges that are behind are waited for
+        return clock
+
     def push(
         self,
         gradient: Pieces | None,

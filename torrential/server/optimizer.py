@@ -34,7 +34,15 @@ Scalars = dict[int, dict[str, float]]  # by entry, by name
 class Store:
     """A server's memory: full-length registered buffers."""
 
-    def __init__(self, comm: Mail, layout: Layout, spec: OptimizerSpec, name: str = "server") -> None:
+    def __init__(
+        self,
+        comm: Mail,
+        layout: Layout,
+        spec: OptimizerSpec,
+        name: str = "server",
+        vectors: Mapping[str, float] | None = None,
+    ) -> None:
+        """`vectors`: what handlers keep beside the parameters, by name, with the value that they begin with."""
         if len(layout.sizes) != 1:
             kinds = ", ".join(str(d).removeprefix("torch.") for d in layout.sizes) or "none"
             raise BadInput(
@@ -45,7 +53,12 @@ class Store:
         self.form = _form(layout, spec)
         self.initial, self.counted = _initial(layout, spec, self.form)
         self.parameters = self._buffer("parameters")
-        self.states = {name: self._buffer(f"states/{name}") for name in self.initial}
+        self._vectors = vectors or {}
+        if taken := self._vectors.keys() & {"parameters", *self.initial}:
+            raise BadInput(f"servers keep {sorted(taken)[0]!r} already; call the strategy's vector something else")
+        self.optimizer_states = {name: self._buffer(f"states/{name}") for name in self.initial}
+        self.states = self.optimizer_states | {name: self._buffer(f"states/{name}") for name in self._vectors}
+        self.initial = {**self.initial, **self._vectors}
         self._views: dict[Span, Tensor] = {}
         self._sum: Tensor | None = None
         self._twin: Store | None = None
@@ -61,7 +74,7 @@ class Store:
     def twin(self) -> Store:
         """Room for a copy of everything. Takes no memory before it is used."""
         if self._twin is None:
-            self._twin = Store(self._comm, self.layout, self.spec, f"{self._name}/copy")
+            self._twin = Store(self._comm, self.layout, self.spec, f"{self._name}/copy", self._vectors)
         return self._twin
 
     def _buffer(self, name: str) -> Tensor:
@@ -194,7 +207,9 @@ class RangeOptimizer:
                 at = last
         self._sizes.append(stop - at)
         self._parameters = [store.parameters[p.start : p.stop] for p in self._pieces]
-        self._states = [{name: vector[p.start : p.stop] for name, vector in store.states.items()} for p in self._pieces]
+        self._states = [
+            {name: vector[p.start : p.stop] for name, vector in store.optimizer_states.items()} for p in self._pieces
+        ]
         for piece, state in zip(self._pieces, self._states, strict=True):
             values = scalars.get(piece.entry.index, {"step": 0.0} if store.counted else {})
             for name, value in values.items():
@@ -215,7 +230,7 @@ class RangeOptimizer:
         return _Stepper(numbers, parameters, states, optimizer, Rates(optimizer, self._store.spec.lr), adagrad)
 
     def scalars(self) -> Scalars:
-        names = self._store.states.keys()
+        names = self._store.optimizer_states.keys()
         return {
             piece.entry.index: {name: float(value) for name, value in state.items() if name not in names}
             for piece, state in zip(self._pieces, self._states, strict=True)
@@ -290,11 +305,11 @@ class RangeOptimizer:
         self._step_beside(beside, [values[low:high] for _, low, high in found], lr)
         for i, where, parameter, state in zip(numbers, wheres, beside.parameters, beside.states, strict=True):
             self._parameters[i].index_copy_(0, where, parameter)  # copies were stepped
-            for name in self._store.states:
+            for name in self._store.optimizer_states:
                 self._states[i][name].index_copy_(0, where, state[name])
 
     def _beside(self, numbers: Sequence[int], wheres: Sequence[Any]) -> _Stepper:
-        both, vectors = list(zip(numbers, wheres, strict=True)), self._store.states
+        both, vectors = list(zip(numbers, wheres, strict=True)), self._store.optimizer_states
         parameters = [self._parameters[i][where] for i, where in both]
         states = [{k: v[where] if k in vectors else v for k, v in self._states[i].items()} for i, where in both]
         return self._stepper(numbers, parameters, states)
@@ -302,7 +317,7 @@ class RangeOptimizer:
     def _step_beside(self, beside: _Stepper, gradients: Sequence[Tensor], lr: float) -> None:
         if beside.fused is not None:
             return self._run(beside, gradients, lr)
-        both, vectors = list(zip(beside.numbers, beside.states, strict=True)), self._store.states
+        both, vectors = list(zip(beside.numbers, beside.states, strict=True)), self._store.optimizer_states
         for i, state in both:
             state |= {name: value for name, value in self._states[i].items() if name not in vectors}
         self._run(beside, gradients, lr)

@@ -46,11 +46,13 @@ class Server:
         *,
         initial: Initial | None = None,
         handlers: Mapping[str, Handler] | None = None,
+        vectors: Mapping[str, float] | None = None,
         filled: Callable[[int], None] | None = None,
     ) -> None:
         """`initial`: for those that are there when the run begins; who comes later is filled by the others.
-        `filled(version)` is called when this server holds all that this view says."""
-        self.comm, self.store = comm, Store(comm, layout, spec)
+        `vectors`: what the handlers keep, see strategies.roles.Servers. `filled(version)` is called when this server
+        holds all that this view says."""
+        self.comm, self.store = comm, Store(comm, layout, spec, vectors=vectors)
         self.view = View(-1, (), ())
         self._consistency, self._handlers = consistency, dict(handlers or {})
         self._filled, self._told, self._initial = filled, -1, initial

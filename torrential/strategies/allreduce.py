@@ -3,8 +3,8 @@
 Each worker computes gradients on its share of a joined batch; gradients are summed over the workers; everybody takes
 the same step. (The synchronous baseline of Chen et al. 2016 and Goyal et al. 2017; DDP in PyTorch.)
 
-    worker 0   forward | backward ──bucket 0──bucket 1── | vote | step | settle
-    worker 1   forward | backward ──bucket 0──bucket 1── | vote | step | settle
+    worker 0   forward | backward ──bucket 0──bucket 1── | vote | step
+    worker 1   forward | backward ──bucket 0──bucket 1── | vote | step
                                   └ summed while backward goes on
 
 1. Propose: the share's gradients, weighted by true sizes (an uneven last batch counts for what it is), are summed
@@ -26,9 +26,10 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from torrential.comm.protocol import Handle
-from torrential.errors import Regrouped
 from torrential.params.layout import Bucket
-from torrential.strategies.base import Context, Strategy
+from torrential.params.synchronized import Synchronized
+from torrential.strategies.base import Strategy
+from torrential.strategies.context import Context, Decision, Vote
 
 
 class AllReduce(Strategy, frozen=True, kw_only=True):
@@ -45,28 +46,21 @@ class AllReduce(Strategy, frozen=True, kw_only=True):
         return workers * batch_size * self.accumulate
 
     def worker(self, ctx: Context) -> None:
-        ctx.join(self.conclude)
-        while True:
-            try:
-                ctx.settle()
-                if ctx.finished():
-                    return ctx.leave()
-                self.propose(ctx)
-                self.conclude(ctx)
-            except Regrouped:
-                ctx.join(self.conclude)
+        parameters = ctx.replica.synchronized()
+        ctx.rounds(lambda: self.propose(ctx, parameters), lambda decision: self.conclude(ctx, parameters, decision))
 
-    def propose(self, ctx: Context) -> None:
-        share = ctx.share(self.accumulate)
+    def propose(self, ctx: Context, parameters: Synchronized) -> Vote:
+        share = ctx.data.share(self.accumulate)
         sums: list[Handle] = []
         late: list[Bucket] = []
-        loss = ctx.backward(share, lambda b: sums.append(ctx.home.reduce(b)) if self.overlap else late.append(b))
-        sums += [ctx.home.reduce(bucket) for bucket in late]
+        loss = ctx.replica.backward(
+            share.batches, lambda b: sums.append(parameters.reduce(b)) if self.overlap else late.append(b)
+        )
+        sums += [parameters.reduce(bucket) for bucket in late]
         for summed in sums:
             summed.wait()
-        ctx.vote(share, loss)
+        return Vote(loss, share.samples, parameters.numbers())
 
-    def conclude(self, ctx: Context) -> None:
-        decision = ctx.decide()
-        ctx.home.apply(decision.update)
-        ctx.advance(decision)
+    def conclude(self, ctx: Context, parameters: Synchronized, decision: Decision) -> None:
+        joined = ctx.data.joined
+        parameters.step(ctx.progress.rate(joined), decision.numbers, ctx.progress.loss_scale(joined))

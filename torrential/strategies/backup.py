@@ -17,13 +17,14 @@ import msgspec
 
 from torrential.errors import BadInput
 from torrential.server.consistency import Consistency
-from torrential.strategies.base import ServedContext, Strategy
+from torrential.strategies.base import Strategy
+from torrential.strategies.context import Context
+from torrential.strategies.roles import Role, Roles, Servers
 
 
 class Backup(Strategy, frozen=True, kw_only=True):
     name: ClassVar[str] = "backup"
     summary: ClassVar[str] = "synchronous, without waiting for the slowest: the first N of N + b gradients make a step"
-    served: ClassVar[bool] = True
 
     backups: Annotated[int, msgspec.Meta(ge=0)] = 1
     """Workers that are not waited for."""
@@ -38,15 +39,26 @@ class Backup(Strategy, frozen=True, kw_only=True):
     def joined(self, workers: int, batch_size: int) -> int:
         return self.needed(workers) * batch_size
 
-    def consistency(self, workers: int) -> Consistency:
-        return Consistency(staleness=0, first=self.needed(workers))
+    def roles(self, workers: int, servers: int) -> Roles:
+        return (
+            Role("worker", workers, self.worker, "view"),
+            Servers(servers, Consistency(staleness=0, first=self.needed(workers))),
+        )
 
-    def worker(self, ctx: ServedContext) -> None:  # type: ignore[override]
-        joined = self.joined(ctx.config.workers, ctx.config.batch_size)
-        clock = ctx.begin()
-        while (batch := ctx.take(clock)) is not None:
-            loss = ctx.backward(batch, weight=1 / self.needed(ctx.config.workers))
-            answer = ctx.exchange(batch, clock, ctx.rate(batch, joined))
-            ctx.advance(batch, loss, answer)
+    def worker(self, ctx: Context) -> None:
+        vector, gradient = ctx.replica.vector(), ctx.replica.gradient()
+        needed, joined = self.needed(ctx.config.workers), self.joined(ctx.config.workers, ctx.config.batch_size)
+        clock = ctx.params.begin(vector)
+        while (batch := ctx.data.take(clock)) is not None:
+            loss = ctx.replica.backward([batch.weighted(1 / needed)])
+            answer = ctx.params.push_pull(
+                gradient if len(batch) else None,
+                vector,
+                clock=clock,
+                lr=ctx.progress.rate(joined, batch),
+                used=ctx.replica.reached(),
+                lease=batch.lease,
+            ).wait()
+            ctx.progress.advance(batch, loss, answer)
             clock = max(clock + 1, answer.clock)
         ctx.leave()

@@ -1,155 +1,65 @@
-"""The strategy contract: a strategy is its options and a small set of role programs.
+"""What a strategy is: the roles it needs, and a program for each, written as the algorithm in its paper.
 
-A program is plain blocking code. Whatever it needs from outside (time, randomness, messages) comes through `ctx`.
+A program is plain blocking code. Whatever it needs from outside (time, randomness, messages) comes through `ctx`
+(strategies/context.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from collections.abc import Mapping
+from typing import ClassVar
 
 import msgspec
-from torch import Tensor
+from torch import Tensor, nn
 
-from torrential.comm.protocol import Comm, Handle
-from torrential.config import RunConfig
-from torrential.data.deal import Share
-from torrential.params.home import Home, Update
-from torrential.params.layout import Bucket
-from torrential.server.client import Answer, Client, Pending
-from torrential.server.consistency import Consistency
+from torrential.strategies.context import Context
+from torrential.strategies.roles import Role, Roles, Servers
 from torrential.task import OptimizerSpec
 
-
-@dataclass(frozen=True)
-class Decision:
-    """What a complete ballot says: the same on every member."""
-
-    update: Update
-    loss: float  # mean over the joined batch
-    samples: int
-    stop: bool
-
-
-class Context(Protocol):
-    """What a worker's program may use."""
-
-    comm: Comm
-    home: Home
-    ballot: Handle | None
-
-    def join(self, conclude: Callable[[Context], None]) -> None:
-        """Meet the other members, settle with them where everybody stands, and take over the current parameters.
-        If this member's ballot turns out to be complete, `conclude` is called first: that step was decided."""
-
-    def finished(self) -> bool: ...
-
-    def leave(self) -> None:
-        """Wait until all members are finished."""
-
-    def share(self, accumulate: int = 1) -> Share:
-        """This member's part of the next joined batch. Nothing is consumed until `advance`."""
-
-    def backward(self, share: Share, ready: Callable[[Bucket], None]) -> float:
-        """Forward and backward over a share. `ready` is called with each bucket as its gradients are complete, in
-        the same order on every member. Returns the sum of the losses of its samples."""
-
-    def vote(self, share: Share, loss: float) -> None:
-        """Tell the others that this member's part of the step is done; sets `ballot`."""
-
-    def decide(self) -> Decision:
-        """Wait for everybody's vote."""
-
-    def advance(self, decision: Decision) -> None:
-        """The step is taken: count it, record it."""
-
-    def settle(self) -> None:
-        """Wait until everybody has taken the step; snapshots are made here."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Samples that a worker has taken to train on."""
-
-    lease: int  # to be named in the push
-    epoch: int
-    first: int  # place of the first of them in the epoch's order
-    indices: Tensor
-    total: int  # of all workers together, where they are dealt one joined batch; else its own
-
-    @property
-    def stop(self) -> int:
-        return self.first + len(self.indices)
-
-    def split(self, size: int) -> list[Batch]:
-        """In minibatches; one of nothing if it is empty."""
-        pieces = self.indices.split(size) if len(self.indices) > size else (self.indices,)
-        firsts = range(self.first, self.first + max(1, len(self.indices)), size)
-        return [
-            Batch(self.lease, self.epoch, first, piece, len(piece)) for first, piece in zip(firsts, pieces, strict=True)
-        ]
-
-
-class ServedContext(Protocol):
-    """What the program of a worker may use whose parameters are kept by servers."""
-
-    comm: Comm
-    params: Client
-    config: RunConfig
-    vector: Tensor  # this worker's copy of the parameters, flat and registered: what pulls go into
-    gradient: Tensor  # flat and registered: what backward leaves, to be pushed
-    used: list[int] | None  # entries that the last backward reached; None: all
-
-    def begin(self) -> int:
-        """Take part, with the current parameters in `vector`; returns the clock to begin with."""
-
-    def take(self, clock: int, minibatches: int = 1, after: int = 0) -> Batch | None:
-        """The next samples to train on; None when there are none left, or the run is to stop. All workers but the first
-        get none before `after` updates have been made."""
-
-    def backward(self, batch: Batch, weight: float, after: Pending | None = None) -> float:
-        """The mean gradient over the batch times `weight`, in `gradient` (once `after`, an earlier push of it, is
-        answered); returns the mean loss."""
-
-    def rate(self, batch: Batch, joined: int) -> float:
-        """The learning rate for an update made of `joined` samples, by the batch's place in the run."""
-
-    def exchange(self, batch: Batch, clock: int, rate: float) -> Answer:
-        """Push the gradient, if the batch had samples, to end `clock`, and pull the parameters that the next begins
-        with, in one round trip."""
-
-    def advance(self, batch: Batch, loss: float, answer: Answer | None) -> None:
-        """The batch is done with; count it, record it, evaluate when that is due."""
-
-    def count(self, batch: Batch, answer: Answer) -> None:
-        """An answer that came after the batch was done with: no other follows it."""
-
-    def leave(self) -> None: ...
+MANY = 1 << 16  # workers: more than an option of a strategy refuses as too few
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
-    """Subclasses are frozen structs: their fields are the strategy's options."""
+    """How workers cooperate. Subclasses are frozen structs: their fields are the strategy's options."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
     bucket_bytes: ClassVar[int] = 1 << 22
-    served: ClassVar[bool] = False  # whether parameters are kept by servers
-    together: ClassVar[bool] = False  # if served: whether the workers of a clock are dealt one joined batch
-    handlers: ClassVar[Mapping[str, Callable[..., Sequence[Tensor]]]] = {}
-    """If served: what `ctx.params.call(name)` has the servers do, given a shard, options and tensors."""
+    letters: ClassVar[tuple[type[msgspec.Struct], ...]] = ()
+    """The kinds of letters that its roles send to one another, besides what servers understand."""
+
+    def roles(self, workers: int, servers: int) -> Roles:
+        """The roles that a world runs, given the numbers that were asked for; without servers by default."""
+        return (Role("worker", workers, self.worker, "regroup"),)
 
     def worker(self, ctx: Context) -> None:
+        """The program of a worker."""
         raise NotImplementedError
 
     def joined(self, workers: int, batch_size: int) -> int:
-        """Samples that make one step."""
+        """The samples that make one step."""
         return workers * batch_size
 
-    def consistency(self, workers: int) -> Consistency:
-        """Of the servers, if it is served."""
-        raise NotImplementedError
-
     def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
-        """The servers' optimizer, given the task's. Its rate is the run's, unless another is asked for."""
+        """The optimizer that the strategy uses, given the task's. Its rate is the run's, unless --lr gives another."""
         return spec
+
+    def part(self, model: nn.Module, rank: int, workers: int) -> nn.Module:
+        """The part of the model that a worker has; by default all of it. Its parameters are those of `model`."""
+        return model
+
+    def assembled(self, parts: Mapping[int, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """What the workers' own states, by rank, give to the model that is evaluated and saved, by the names of its
+        parameters and buffers. By default nothing: the model is that of the first member, or the servers'."""
+        return {}
+
+
+def servers_of(strategy: Strategy, workers: int, servers: int = 1) -> Servers | None:
+    """The servers that a strategy declares, if it does."""
+    return next((role for role in strategy.roles(workers, servers) if isinstance(role, Servers)), None)
+
+
+def needs_servers(strategy: Strategy | type[Strategy]) -> bool:
+    """Whether a strategy, or a class of them with its default options, declares servers."""
+    given = strategy() if isinstance(strategy, type) else strategy
+    return servers_of(given, workers=MANY) is not None

@@ -14,23 +14,35 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torrential.server.consistency import Consistency
-from torrential.strategies.base import ServedContext, Strategy
+from torrential.strategies.base import Strategy
+from torrential.strategies.context import Context
+from torrential.strategies.roles import Role, Roles, Servers
 
 
 class Bsp(Strategy, frozen=True, kw_only=True):
     name: ClassVar[str] = "bsp"
     summary: ClassVar[str] = "synchronous, through servers: push, aggregate, pull"
-    served: ClassVar[bool] = True
-    together: ClassVar[bool] = True
 
-    def consistency(self, workers: int) -> Consistency:
-        return Consistency(staleness=0)
+    def roles(self, workers: int, servers: int) -> Roles:
+        return (
+            Role("worker", workers, self.worker, "view"),
+            Servers(servers, Consistency(staleness=0), joined=True),
+        )
 
-    def worker(self, ctx: ServedContext) -> None:  # type: ignore[override]
-        clock = ctx.begin()
-        while (batch := ctx.take(clock)) is not None:
-            loss = ctx.backward(batch, weight=len(batch.indices) / batch.total)
-            rate = ctx.rate(batch, joined=ctx.config.workers * ctx.config.batch_size)
-            ctx.advance(batch, loss, ctx.exchange(batch, clock, rate))
+    def worker(self, ctx: Context) -> None:
+        vector, gradient = ctx.replica.vector(), ctx.replica.gradient()
+        joined = self.joined(ctx.config.workers, ctx.config.batch_size)
+        clock = ctx.params.begin(vector)
+        while (batch := ctx.data.take(clock)) is not None:
+            loss = ctx.replica.backward([batch.weighted(len(batch) / batch.total)])
+            answer = ctx.params.push_pull(
+                gradient if len(batch) else None,
+                vector,
+                clock=clock,
+                lr=ctx.progress.rate(joined, batch),
+                used=ctx.replica.reached(),
+                lease=batch.lease,
+            ).wait()
+            ctx.progress.advance(batch, loss, answer)
             clock += 1
         ctx.leave()

@@ -18,7 +18,9 @@ import torch
 
 from torrential.server.client import Pending
 from torrential.server.consistency import Consistency
-from torrential.strategies.base import ServedContext, Strategy
+from torrential.strategies.base import Strategy
+from torrential.strategies.context import Context
+from torrential.strategies.roles import Role, Roles, Servers
 from torrential.task import OptimizerSpec
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -28,7 +30,6 @@ ADAGRAD_RATE = 0.01  # torch's default, too
 class Downpour(Strategy, frozen=True, kw_only=True):
     name: ClassVar[str] = "downpour"
     summary: ClassVar[str] = "asynchronous: workers push gradients and fetch parameters, and never wait for each other"
-    served: ClassVar[bool] = True
 
     push_every: Count = 1
     """Minibatches whose gradients make one push."""
@@ -46,8 +47,11 @@ class Downpour(Strategy, frozen=True, kw_only=True):
     def joined(self, workers: int, batch_size: int) -> int:
         return batch_size * self.push_every
 
-    def consistency(self, workers: int) -> Consistency:
-        return Consistency(staleness=None)
+    def roles(self, workers: int, servers: int) -> Roles:
+        return (
+            Role("worker", workers, self.worker, "view"),
+            Servers(servers, Consistency(staleness=None)),
+        )
 
     def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         if self.server == "task":
@@ -55,46 +59,48 @@ class Downpour(Strategy, frozen=True, kw_only=True):
         decay = spec.options.get("weight_decay", 0.0)
         return OptimizerSpec(torch.optim.Adagrad, ADAGRAD_RATE, {"weight_decay": decay} if decay else {}, spec.exempt)
 
-    def worker(self, ctx: ServedContext) -> None:  # type: ignore[override]
-        clock, number = ctx.begin(), 0
-        total = ctx.comm.buffer("pushed", ctx.gradient.numel(), ctx.gradient.dtype) if self.push_every > 1 else None
+    def worker(self, ctx: Context) -> None:
+        vector, gradient = ctx.replica.vector(), ctx.replica.gradient()
+        clock, number = ctx.params.begin(vector), 0
+        total = ctx.comm.buffer("pushed", gradient.numel(), gradient.dtype) if self.push_every > 1 else None
         used: list[int] | None = None  # entries that are part of the sum; None: all
         fetched: Pending | None = None
         pushed: Pending | None = None
-        while (batch := ctx.take(clock, self.push_every, after=self.warm)) is not None:
+        while (batch := ctx.data.take(clock, self.push_every, after=self.warm)) is not None:
             before = pushed
             if self.warm and not number:
-                ctx.params.pull(ctx.vector, clock=clock).wait()  # others may have begun long before
+                ctx.params.pull(vector, clock=clock).wait()  # others may have begun long before
             for minibatch in batch.split(ctx.config.batch_size):
                 if fetched is not None and not self.overlap:
                     fetched.wait()
-                loss = ctx.backward(minibatch, weight=1.0, after=pushed)
+                loss = ctx.replica.backward([minibatch], after=pushed)
                 if fetched is not None:
                     fetched.wait()
                     fetched = None
-                rate = ctx.rate(minibatch, joined=ctx.config.batch_size)
+                rate = ctx.progress.rate(ctx.config.batch_size, minibatch)
                 if total is not None:
-                    total.copy_(ctx.gradient) if minibatch.first == batch.first else total.add_(ctx.gradient)
-                used = ctx.used if minibatch.first == batch.first else _either(used, ctx.used)
+                    total.copy_(gradient) if minibatch.first == batch.first else total.add_(gradient)
+                reached = ctx.replica.reached()
+                used = reached if minibatch.first == batch.first else _either(used, reached)
                 number += 1
                 if number % self.fetch_every:
-                    ctx.vector.sub_(ctx.gradient, alpha=rate)  # the replica keeps moving
+                    vector.sub_(gradient, alpha=rate)  # the replica keeps moving
                 last, fetch = minibatch.stop == batch.stop, number % self.fetch_every == 0
                 if last:
-                    gradient = ctx.gradient if total is None else total
+                    summed = gradient if total is None else total
                     about: dict[str, Any] = {"clock": clock, "lr": rate, "used": used, "lease": batch.lease}
                     if fetch:  # in one round trip
-                        pushed = fetched = ctx.params.push_pull(gradient, ctx.vector, **about)
+                        pushed = fetched = ctx.params.push_pull(summed, vector, **about)
                     else:
-                        pushed = ctx.params.push(gradient, **about)
+                        pushed = ctx.params.push(summed, **about)
                 elif fetch:
-                    fetched = ctx.params.pull(ctx.vector, clock=clock)
+                    fetched = ctx.params.pull(vector, clock=clock)
             assert pushed is not None
             known = before if self.overlap else pushed
-            ctx.advance(batch, loss, None if known is None else known.wait())
+            ctx.progress.advance(batch, loss, None if known is None else known.wait())
             clock, done = clock + 1, batch
         if self.overlap and pushed is not None:
-            ctx.count(done, pushed.wait())
+            ctx.progress.count(done, pushed.wait())
         ctx.leave()
 
 

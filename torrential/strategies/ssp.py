@@ -14,35 +14,43 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from torrential.server.consistency import Consistency
-from torrential.strategies.base import ServedContext, Strategy
+from torrential.strategies.base import Strategy
+from torrential.strategies.context import Context
+from torrential.strategies.roles import Role, Roles, Servers
 
 
 class Ssp(Strategy, frozen=True, kw_only=True):
     name: ClassVar[str] = "ssp"
     summary: ClassVar[str] = "bounded staleness: nobody runs more than s clocks ahead of the slowest"
-    served: ClassVar[bool] = True
 
     staleness: Annotated[int, msgspec.Meta(ge=0)] = 3
     """Clocks that the fastest worker may be ahead of the slowest."""
 
-    @property
-    def together(self) -> bool:  # type: ignore[override]
-        """Without staleness all workers of a clock share one joined batch, as in `bsp`."""
-        return self.staleness == 0
-
     def joined(self, workers: int, batch_size: int) -> int:
-        return workers * batch_size if self.together else batch_size
+        """Without staleness all workers of a clock share one joined batch, as in `bsp`."""
+        return batch_size if self.staleness else workers * batch_size
 
-    def consistency(self, workers: int) -> Consistency:
-        return Consistency(staleness=self.staleness)
+    def roles(self, workers: int, servers: int) -> Roles:
+        return (
+            Role("worker", workers, self.worker, "view"),
+            Servers(servers, Consistency(staleness=self.staleness), joined=self.staleness == 0),
+        )
 
-    def worker(self, ctx: ServedContext) -> None:  # type: ignore[override]
-        clock = ctx.begin()
-        while (batch := ctx.take(clock)) is not None:
-            joined = ctx.config.workers * ctx.config.batch_size
-            share = len(batch.indices) / batch.total if self.together else 1 / ctx.config.workers
-            loss = ctx.backward(batch, weight=share)
-            rate = ctx.rate(batch, joined)
-            ctx.advance(batch, loss, ctx.exchange(batch, clock, rate))
+    def worker(self, ctx: Context) -> None:
+        vector, gradient = ctx.replica.vector(), ctx.replica.gradient()
+        workers, joined = ctx.config.workers, ctx.config.workers * ctx.config.batch_size
+        clock = ctx.params.begin(vector)
+        while (batch := ctx.data.take(clock)) is not None:
+            weight = 1 / workers if self.staleness else len(batch) / batch.total
+            loss = ctx.replica.backward([batch.weighted(weight)])
+            answer = ctx.params.push_pull(
+                gradient if len(batch) else None,
+                vector,
+                clock=clock,
+                lr=ctx.progress.rate(joined, batch),
+                used=ctx.replica.reached(),
+                lease=batch.lease,
+            ).wait()
+            ctx.progress.advance(batch, loss, answer)
             clock += 1
         ctx.leave()

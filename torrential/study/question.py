@@ -17,6 +17,7 @@ from torrential.config import Settings
 from torrential.errors import BadInput
 from torrential.options import make
 from torrential.strategies import STRATEGIES
+from torrential.strategies.base import needs_servers
 from torrential.study import statistics
 from torrential.study.ask import Asked, ComputeTime, Question, Spec, check_asked, grid, make_specs, with_values
 from torrential.study.measured import measure_compute_times, with_compute_time
@@ -80,7 +81,7 @@ def request(asked: Asked, spec: Spec, task: Task, seed: int, measured: Sequence[
     options = {k: v for k, v in asked.set.items() if k != "evaluate_every"} | spec.options
     if spec.evaluate_every is not None:
         options["evaluate_every"] = str(spec.evaluate_every)
-    served = spec.strategy in STRATEGIES and STRATEGIES[spec.strategy].served
+    served = spec.strategy in STRATEGIES and needs_servers(STRATEGIES[spec.strategy])
     run = prepare.Request(
         task=task,
         source=asked.task,

@@ -22,13 +22,13 @@ from torrential.data.deal import Deal, order
 from torrential.server.messages import Done, Push, Range, Refused, Take
 from torrential.server.role import Server
 from torrential.server.shard import Shard
+from torrential.strategies.base import needs_servers
 from torrential.testing.events import EVENTS, Happened
 from torrential.testing.ledger import Ledger
+from torrential.trainer.context import RoleContext
 from torrential.trainer.randomness import seed_all
-from torrential.trainer.served import ServedWorker
 from torrential.trainer.serving import ServerPlan
 from torrential.trainer.snapshot import Snapshot
-from torrential.trainer.worker import Worker
 from torrential.worlds.base import Job
 from torrential.worlds.sim.group import Group
 from torrential.worlds.sim.kernel import Kernel
@@ -52,7 +52,7 @@ class Audit:
         self._job, self._linear = job, linear
         self._wrong: list[str] = []
         self.events: deque[Happened] = deque(maxlen=EVENTS)
-        self._roles: dict[int, Worker | ServedWorker | Server] = {}  # the living, by address
+        self._roles: dict[int, RoleContext | Server] = {}  # the living, by address
         self._living = -1
         self._executing: dict[int, int] = {}  # clocks, by worker
         self._steps: dict[int, int] = {}  # taken by each worker, when we last looked
@@ -60,7 +60,7 @@ class Audit:
         self._taken: dict[int, int] = {}  # samples, by step
         self.lost = ""  # what is gone, so that the run may fail
         self._ledger: Ledger | None = None
-        if job.strategy.served:
+        if needs_servers(job.strategy):
             plan = ServerPlan(job.task, job.config, job.strategy)
             self._consistency = plan.consistency
             self._ledger = Ledger(plan.initial().parameters, plan.consistency, self._complain)
@@ -80,7 +80,7 @@ class Audit:
         kernel.between = self._between
         hub.posted = self._posted
 
-    def role(self, address: int, role: Worker | ServedWorker | Server) -> None:
+    def role(self, address: int, role: RoleContext | Server) -> None:
         self._roles[address] = role
         self._steps[address] = 0
 
@@ -137,7 +137,7 @@ class Audit:
             self._ledger.died(address)
         if not any(a < SERVERS for a in self._roles):
             self.lost = "all workers"
-        elif self._ledger is None and all(worker._applied < 0 for worker in self._roles.values()):  # type: ignore[union-attr]
+        elif self._ledger is None and all(worker.applied < 0 for worker in self._roles.values()):  # type: ignore[union-attr]
             self.lost = "all workers that had parameters"
 
     def _holds(self, address: int, r: Range) -> bool:
@@ -176,10 +176,12 @@ class Audit:
                 )
 
     # -- members of an all-reduce ---------------------------------------------------------------------------------
-    def _stepped(self, rank: int, worker: Worker) -> None:
+    def _stepped(self, rank: int, worker: RoleContext) -> None:
         before, step = self._steps[rank], worker.step
         self._steps[rank] = step
-        flat = worker.home.flat()
+        parameters = worker.replica.parameters
+        assert parameters is not None
+        flat = parameters.flat()
         mine = b"".join(flat[name].numpy().tobytes() for name in sorted(flat))
         members = self._parameters.setdefault(step, {})
         for other, theirs in members.items():
@@ -187,14 +189,16 @@ class Audit:
                 self._complain(f"after step {step} workers {rank} and {other} have different parameters")
         members[rank] = mine
         if step == before + 1:
-            self._taken[step] = worker.samples - sum(self._taken.get(s, 0) for s in range(1, step))
+            self._taken[step] = worker.progress.samples - sum(self._taken.get(s, 0) for s in range(1, step))
 
     def _compare_with_plain_training(self, finished: bool) -> None:
         config, task = self._job.config, self._job.task
-        workers = [w for w in self._roles.values() if isinstance(w, Worker)]
+        workers = [w for w in self._roles.values() if isinstance(w, RoleContext)]
         steps, samples = workers[0].step, config.epochs * config.samples
-        if len({w.step for w in workers}) > 1 or (finished and any(w.samples != samples for w in workers)):
-            self._complain(f"not all of it was done: {[(w.step, w.samples) for w in workers]} of {samples} samples")
+        if len({w.step for w in workers}) > 1 or (finished and any(w.progress.samples != samples for w in workers)):
+            self._complain(
+                f"not all of it was done: {[(w.step, w.progress.samples) for w in workers]} of {samples} samples"
+            )
             return
         model = _fresh(self._job)
         optimizer = task.optimizer.build(model.parameters())
@@ -208,7 +212,7 @@ class Audit:
             optimizer.step()
             deal.advance(taken)
         for worker in workers:
-            for mine, plain in zip(worker.model.parameters(), model.parameters(), strict=True):
+            for mine, plain in zip(worker.replica.model.parameters(), model.parameters(), strict=True):
                 off = float((mine - plain).detach().abs().max())
                 if off > 1e-9:
                     self._complain(f"worker {worker.comm.rank} is off plain training by {off} after {steps} steps")

@@ -26,6 +26,7 @@ from torrential.testing.audit import Audit, Violation
 from torrential.testing.events import last
 from torrential.testing.schedule import Schedule, draw
 from torrential.trainer.observer import Observer
+from torrential.trainer.pending import Parts
 from torrential.trainer.snapshot import Snapshot
 from torrential.worlds.base import Job
 from torrential.worlds.sim.cluster import make_cluster
@@ -142,8 +143,6 @@ def _model() -> nn.Module:
 class Forgetful(Observer):
     """Evaluates nothing and keeps nothing but bytes."""
 
-    has_buffers = False
-
     def __init__(self, audit: Audit | None) -> None:
         self._audit = audit
         self.saved: list[bytes] = []
@@ -152,7 +151,10 @@ class Forgetful(Observer):
         self.task, self.config = task, config
         return self
 
-    def load(self, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None: ...
+    def complete(self, snapshot: Snapshot, parts: Parts) -> bool:
+        return True
+
+    def load(self, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor], parts: Parts) -> None: ...
 
     def load_saved(self) -> Snapshot | None:
         return None
@@ -166,7 +168,7 @@ class Forgetful(Observer):
         snapshot: Snapshot,
         flat: Mapping[str, Tensor],
         rest: Mapping[str, Tensor],
-        workers: Mapping[int, Mapping[str, Tensor]],
+        workers: Parts,
     ) -> None:
         self.saved += [flat[name].numpy().tobytes() for name in sorted(flat)]
         if self._audit is not None:

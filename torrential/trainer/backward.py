@@ -42,6 +42,9 @@ class Gradients:
         """There are in the training set."""
         return len(self._batches)
 
+    def fetch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        return self._batches.fetch(indices)
+
     def add_up(self, portions: Sequence[Portion], last: Callable[[], None] | None = None) -> list[float]:
         """In the parameters' `grad`; returns the portions' losses. `last` is called before the last backward."""
         losses, buffers = list[float](), list[Tensor]()

@@ -15,8 +15,10 @@ from torrential.params.layout import plan
 from torrential.records import Evaluation
 from torrential.strategies.base import Strategy
 from torrential.task import Task, build_model
+from torrential.trainer.pending import Parts
 from torrential.trainer.randomness import seed_all
-from torrential.trainer.snapshot import Snapshot, buffers_of, load_flat, load_rest, to_checkpoint
+from torrential.trainer.snapshot import Snapshot, load_flat, load_rest, to_checkpoint
+from torrential.trainer.state import EVERYBODY
 from torrential.usercode import calling
 
 EVALUATION_BATCH = 512
@@ -29,7 +31,8 @@ class Observer:
         self.task, self.config, self.device, self.directory = task, config, device, directory
         self.model = build_model(task).to(device).eval()
         self.layout = plan(self.model, strategy.bucket_bytes)
-        self.has_buffers = bool(buffers_of(self.model))
+        self._strategy = strategy
+        self._assembles = type(strategy).assembled is not Strategy.assembled
         assert task.validation is not None
         self.gets_on: Callable[[], None] = lambda: None  # called after every batch that was evaluated
         self._data = {
@@ -37,9 +40,17 @@ class Observer:
             "test": Batches(task.test, device, "test data"),
         }
 
-    def load(self, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
-        load_flat(self.model, self.layout, flat)
-        load_rest(self.model, {n.removeprefix("rest/"): t for n, t in rest.items() if n.startswith("rest/")})
+    def complete(self, snapshot: Snapshot, parts: Parts) -> bool:
+        """Whether there is a model to evaluate: where it is put together from the workers' own states, all are needed.
+        One may have died before it had given its part."""
+        return not self._assembles or parts.keys() >= set(snapshot.members)
+
+    def load(self, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor], parts: Parts) -> None:
+        """Make the model of a snapshot: the first member's, and what the strategy puts together from `parts`, the own
+        states of workers by rank."""
+        if flat:
+            load_flat(self.model, self.layout, flat)
+        load_rest(self.model, _named(rest, "rest/") | dict(self._strategy.assembled(parts)))
 
     def load_saved(self) -> Snapshot | None:
         """The newest snapshot that was saved; when its parameters existed is on record with its evaluation."""
@@ -54,7 +65,7 @@ class Observer:
             samples=saved.samples,
             time=0.0,
             members=saved.members,
-            counts=[],
+            counts={},
             final=True,
         )
 
@@ -88,8 +99,13 @@ class Observer:
         snapshot: Snapshot,
         flat: Mapping[str, Tensor],
         rest: Mapping[str, Tensor],
-        workers: Mapping[int, Mapping[str, Tensor]],
+        workers: Parts,
     ) -> None:
-        extras = {n.removeprefix("extra/"): t for n, t in rest.items() if n.startswith("extra/")}
-        whole = to_checkpoint(snapshot, self.config.seed, self.model, self.layout, flat, extras, workers)
+        owners = {str(rank): states for rank, states in workers.items()} | {EVERYBODY: _named(rest, "state/")}
+        extras = _named(rest, "extra/")
+        whole = to_checkpoint(snapshot, self.config.seed, self.model, self.layout, flat, extras, owners)
         checkpoint.save(self.directory / "checkpoints", whole)
+
+
+def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

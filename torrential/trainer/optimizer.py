@@ -11,15 +11,16 @@ from torrential.params.home import gradients, is_elementwise
 from torrential.params.layout import Layout, plan
 from torrential.params.whole import DRAWS, form_of
 from torrential.server.optimizer import bounds
-from torrential.strategies.base import Strategy
+from torrential.strategies.base import Strategy, servers_of
 from torrential.task import OptimizerSpec
 
 
 def check_optimizer(config: RunConfig, strategy: Strategy, spec: OptimizerSpec, model: nn.Module) -> None:
     """Raise BadInput if the run would not do with the optimizer what a plain loop does."""
     layout, name = plan(model, strategy.bucket_bytes), spec.kind.__name__
-    on_gpu = config.device == "cuda" and not strategy.served
-    if strategy.served:
+    has_servers = servers_of(strategy, config.workers, config.servers) is not None
+    on_gpu = config.device == "cuda" and not has_servers
+    if has_servers:
         _check_served(config.servers, spec, layout)
     if is_elementwise(spec):
         if not on_gpu:

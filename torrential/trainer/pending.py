@@ -10,14 +10,13 @@ from torch import Tensor
 from torrential.trainer.snapshot import Snapshot
 
 T = TypeVar("T")
-Parts = dict[int, Mapping[str, Tensor]]  # rank -> that worker's own module buffers
+Parts = dict[int, Mapping[str, Tensor]]  # rank -> that worker's own states, by "<name>/<key>"
 
 
 class Pending(Generic[T]):
     """In the order in which they came. After a change of members one step may be given twice, its parts too."""
 
-    def __init__(self, needs_parts: bool) -> None:
-        self._needs_parts = needs_parts
+    def __init__(self) -> None:
         self._waiting: list[tuple[Snapshot, T]] = []
         self._parts: dict[int, Parts] = {}  # by step
         self._furthest: dict[int, int] = {}  # rank -> the last step that it sent a part of
@@ -51,6 +50,6 @@ class Pending(Generic[T]):
 
     def _complete(self, snapshot: Snapshot) -> bool:
         """Whether every member's part is there, or will never come: it is gone, or was, and another took its place."""
-        if not self._needs_parts or snapshot.step <= self._newest:
+        if not snapshot.parts or snapshot.step <= self._newest:
             return True
         return all(r in self._gone or self._furthest.get(r, -1) >= snapshot.step for r in snapshot.members)

@@ -15,24 +15,28 @@ of other workers than the one that asked.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torrential.comm.protocol import Comm
 from torrential.params.home import dtype_name
-from torrential.params.layout import Layout
 from torrential.server.client import Client, Pending
 from torrential.server.copies import Saved, joined
-from torrential.trainer.snapshot import Outlet, Snapshot, buffers_of, rest_of
+from torrential.trainer.snapshot import Outlet, Snapshot
+
+if TYPE_CHECKING:
+    from torrential.trainer.replica import ModelReplica
 
 
 class Saving:
     def __init__(
-        self, comm: Comm, client: Client, outlet: Outlet, model: nn.Module, layout: Layout, states: Sequence[str]
+        self, comm: Comm, client: Client, outlet: Outlet, replica: ModelReplica, states: Sequence[str]
     ) -> None:
-        self._comm, self._client, self._outlet, self._model, self._layout = comm, client, outlet, model, layout
-        self._states = states  # names of the optimizer's vectors
+        """`states`: the names of the vectors that servers keep beside the parameters."""
+        self._comm, self._client, self._outlet, self._replica, self._states = comm, client, outlet, replica, states
+        self._layout = replica.layout
         self._pending: Pending | None = None
 
     @property
@@ -42,7 +46,8 @@ class Saving:
     def begin(self) -> None:
         assert self._pending is None
         self._vectors = [torch.empty(self._client.numel, dtype=self._client.dtype) for _ in ("", *self._states)]
-        self._rest = {name: t.clone() for name, t in rest_of(self._model, self._layout).items()}
+        replica = self._replica
+        self._rest = {name: t.clone() for name, t in (replica.frozen() | replica.buffers()).items()}
         self._asked = self._complained = self._comm.now()
         self._pending = self._client.save(self._vectors)
 
@@ -76,7 +81,7 @@ class Saving:
         names = [dtype_name(self._client.dtype), *(f"{dtype_name(self._client.dtype)}/{s}" for s in self._states)]
         flat = dict(zip(names, self._vectors, strict=True))
         snapshot = self._snapshot(whole, final)
-        own = {name: self._rest[name] for name in buffers_of(self._model)}
+        own = {f"buffers/{name}": self._rest[name] for name in self._replica.buffers()}
         if own:
             self._outlet.own_buffers(snapshot.step, own)
         rest = {f"rest/{name}": tensor for name, tensor in self._rest.items()}
@@ -96,8 +101,9 @@ class Saving:
             samples=sum(dealer.used.values()),
             time=self._asked,
             members=[self._comm.rank],
-            counts=[int(step) for step in steps],
+            counts={e.name: int(step) for e, step in zip(self._layout.entries, steps, strict=True)},
             final=final,
+            parts=bool(self._replica.buffers()),
             dealer=dealer,
         )
 

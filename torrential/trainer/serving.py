@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,7 @@ from torrential.params.layout import Layout, plan
 from torrential.server.dealer import Dealer
 from torrential.server.optimizer import Scalars, bounds, state_names
 from torrential.server.shard import Initial
-from torrential.strategies.base import Strategy
+from torrential.strategies.base import Strategy, servers_of
 from torrential.task import OptimizerSpec, Task, build_model
 from torrential.trainer.randomness import seed_all
 
@@ -24,7 +26,9 @@ class ServerPlan:
         self.layout = plan(model, strategy.bucket_bytes)
         own = adapt_optimizer(config.recipe, task.optimizer.with_lr(config.lr), model)
         self.spec = strategy.optimizer(own).with_lr(config.lr)
-        self.consistency, self.handlers = strategy.consistency(config.workers), strategy.handlers
+        servers = servers_of(strategy, config.workers, config.servers)
+        assert servers is not None, f"{strategy.name} declares no servers"
+        self.servers, self.consistency, self.handlers = servers, servers.consistency, servers.handlers
         self.numel = sum(self.layout.sizes.values())
         self.bounds = bounds(self.layout, self.spec)  # where the key space may be cut; None: anywhere
 
@@ -32,8 +36,8 @@ class ServerPlan:
         """What those begin with that are there when the run does."""
         config = self._config
         if self._checkpoint is not None:
-            return resumed(self._checkpoint, self.layout, self.spec)
-        dealer = Dealer(config.samples, config.epochs, self._strategy.together)
+            return resumed(self._checkpoint, self.layout, self.spec, self.servers.vectors)
+        dealer = Dealer(config.samples, config.epochs, self.servers.joined)
         return Initial(_flat(self._model(), self.layout), dealer=dealer)
 
     def _model(self) -> nn.Module:
@@ -41,13 +45,16 @@ class ServerPlan:
         return adapt_model(self._config.recipe, build_model(self._task))
 
 
-def resumed(checkpoint: Checkpoint, layout: Layout, spec: OptimizerSpec) -> Initial:
+def resumed(
+    checkpoint: Checkpoint, layout: Layout, spec: OptimizerSpec, vectors: Mapping[str, float] | None = None
+) -> Initial:
+    """What servers begin with that go on from a checkpoint. `vectors`: what they keep beside the optimizer's state."""
     ((dtype, numel),) = layout.sizes.items()
     entries = {e.name: e for e in layout.entries}
     parameters = torch.zeros(numel, dtype=dtype)
     for name, entry in entries.items():
         entry.view(parameters).copy_(checkpoint.model[name])
-    states = {key: torch.zeros(numel, dtype=dtype) for key in state_names(layout, spec)}
+    states = {key: torch.zeros(numel, dtype=dtype) for key in (*state_names(layout, spec), *(vectors or {}))}
     scalars: Scalars = {entries[name].index: {} for name, steps in checkpoint.applied.items() if steps}
     for name, tensor in checkpoint.optimizer.items():
         parameter, _, key = name.rpartition("/")

@@ -23,8 +23,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     time: float
     members: list[int]
-    counts: list[int]
+    counts: dict[str, int]  # by parameter: updates so far
     final: bool
+    parts: bool = False  # whether members have states of their own that belong to it
     dealer: Dealer | None = None  # of samples, where servers deal them
 
 
@@ -72,9 +73,9 @@ def to_checkpoint(
     layout: Layout,
     flat: Mapping[str, Tensor],
     extras: Mapping[str, Tensor],
-    workers: Mapping[int, Mapping[str, Tensor]],
+    owners: Mapping[str, Mapping[str, Tensor]],
 ) -> Checkpoint:
-    """`model` already holds the snapshot's parameters."""
+    """`model` already holds the snapshot's parameters; `owners`: named states by whose they are (trainer/state.py)."""
     optimizer = dict(extras)
     for name, vector in flat.items():
         dtype, _, key = name.partition("/")
@@ -88,10 +89,10 @@ def to_checkpoint(
         samples=snapshot.samples,
         seed=seed,
         members=snapshot.members,
-        applied={e.name: snapshot.counts[e.index] for e in layout.entries},
+        applied=snapshot.counts,
         model=dict(model.state_dict()),
         optimizer=optimizer,
-        workers={f"{rank}/{name}": t for rank, named in workers.items() for name, t in named.items()},
+        workers={f"{owner}/{name}": t for owner, named in owners.items() for name, t in named.items()},
         dealer=snapshot.dealer,
     )
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from torrential import descriptors, shipping
 from torrential.comm.messenger import Messenger
 from torrential.comm.post import Post
-from torrential.trainer.served import ServedWorker
-from torrential.trainer.worker import Worker
+from torrential.strategies.roles import Role
+from torrential.trainer.context import RoleContext
 from torrential.worlds.base import Job
 from torrential.worlds.failure import describe
 from torrential.worlds.local import messages as m
@@ -43,7 +44,7 @@ def main(spawn: Spawn) -> int:
         post.where if post else "",
     )
     link = Link(spawn.address, spawn.token, hello, CONNECT_SECONDS)
-    worker: Any = None  # the context of its program, once it is built
+    worker: RoleContext | None = None  # the context of its program, once it is built
     try:
         with descriptors.explained():
             job = _open(spawn)
@@ -55,9 +56,9 @@ def main(spawn: Spawn) -> int:
             else:
                 worker, comm = _build(job, spawn.rank, spawn.life, link, messenger, post)
                 link.send(m.Ready())
-                if job.strategy.served:
+                if worker.servers is not None:
                     comm.begin()
-                job.strategy.worker(worker)
+                _program(job, spawn.role)(worker)
         return 0
     except BaseException as error:  # user code may raise anything, SystemExit included
         link.send(m.Failed(describe(error, None if worker is None else worker.step + 1)))
@@ -78,7 +79,7 @@ def _open(spawn: Spawn) -> Job:
 
 def _build(
     job: Job, rank: int, life: int, link: Link, messenger: Messenger | None, post: Post | None
-) -> tuple[Any, LocalComm]:
+) -> tuple[RoleContext, LocalComm]:
     config = job.config
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.settings.threads or max(1, cores // config.workers))
@@ -95,8 +96,13 @@ def _build(
         rank, config.workers, link, buffers, messenger, post, config.settings, backend, job.directory / "costs.json"
     )
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
-    if job.strategy.served:
-        return ServedWorker(job.task, config, job.strategy, comm, outlet, device, job.checkpoint, life > 0), comm
     meeting = device if backend == "nccl" else torch.device("cpu")
-    checkpoint = job.checkpoint if life == 0 else None
-    return Worker(job.task, config, job.strategy, comm, outlet, device, meeting, checkpoint), comm
+    context = RoleContext(job.task, config, job.strategy, comm, outlet, device, meeting, job.checkpoint, life)
+    assert context.replica  # built before it joins: a slow model factory stalls nobody
+    return context, comm
+
+
+def _program(job: Job, role: str) -> Callable[[RoleContext], None]:
+    """The program that the strategy declares for a role."""
+    roles = job.strategy.roles(job.config.workers, job.config.servers)
+    return next(r.program for r in roles if isinstance(r, Role) and r.name == role)

@@ -84,7 +84,7 @@ class LocalComm(LocalMail):
         return self._buffers.get("mail", 2 * MAIL_BYTES, torch.uint8, rank).view(2, MAIL_BYTES)
 
     # -- computing ----------------------------------------------------------------------------------------------
-    def compute(self, samples: int, work: Callable[[], T]) -> T:
+    def compute(self, samples: float, work: Callable[[], T]) -> T:
         return work()
 
     def reached(self, share: float, then: Callable[[], None]) -> None:

@@ -38,7 +38,7 @@ class _Observing:
         self._buffers = Buffers(link, -1)
         self._observer = Observer(job.task, job.config, job.strategy, torch.device(job.config.device), job.directory)
         self._observer.gets_on = self._get_on
-        self._pending: Pending[tuple[m.SnapshotTaken, list[Tensor]]] = Pending(self._observer.has_buffers)
+        self._pending: Pending[tuple[m.SnapshotTaken, list[Tensor]]] = Pending()
         self._last: Snapshot | None = None
         self._reached = False
         self._told = time.monotonic()
@@ -74,7 +74,9 @@ class _Observing:
             name: self._buffers.get(f"snapshot{taken.slot}/{name}", numel, getattr(torch, dtype), taken.rank)
             for name, numel, dtype in taken.vectors
         }
-        self._observer.load(flat, rest)
+        if not self._observer.complete(taken.snapshot, parts):
+            return
+        self._observer.load(flat, rest, parts)
         evaluation = self._observer.evaluate(taken.snapshot, "validation")
         self._note(evaluation)
         self._observer.save(taken.snapshot, flat, rest, parts)

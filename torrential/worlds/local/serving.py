@@ -35,6 +35,7 @@ def serve(job: Job, number: int, link: Link, post: Post) -> None:
         plan.consistency,
         initial=plan.initial() if begins else None,
         handlers=plan.handlers,
+        vectors=plan.servers.vectors,
         filled=lambda version: link.send(m.Filled(version)),
     )
     gc.set_threshold(20_000)  # letters are small objects, and refer to none that refer to them

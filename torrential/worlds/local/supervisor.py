@@ -29,6 +29,7 @@ from torch import Tensor
 from torrential import shipping
 from torrential.errors import RunFailed, WorkerFailed
 from torrential.records import Evaluation, Event, Record, Step
+from torrential.strategies.base import servers_of
 from torrential.worlds.base import Job, Listener
 from torrential.worlds.failure import failed, last_good, resuming
 from torrential.worlds.local import messages as m
@@ -60,7 +61,12 @@ class LocalWorld:
         self._launch.used = True
         registry = Registry()
         parcel = shipping.pack(job)
-        crew = Crew(self._launch.socket, parcel.fds, job.config.settings.transport, job.strategy.served)
+        crew = Crew(
+            self._launch.socket,
+            parcel.fds,
+            job.config.settings.transport,
+            servers_of(job.strategy, job.config.workers, job.config.servers) is not None,
+        )
         try:
             _Run(job, crew, registry, write, listener).supervise()
         finally:
@@ -78,7 +84,7 @@ class _Run:
         self._write_record = write
         self._settings = job.config.settings
         self._workers: dict[int, Member] = {}  # said hello and not lost
-        self._served = job.strategy.served
+        self._served = servers_of(job.strategy, job.config.workers, job.config.servers) is not None
         self._servers = Servers(job.config, crew, registry, self._workers, self._event, self._remedy())
         self._starting: dict[int, Member] = {}
         self._generation = 0

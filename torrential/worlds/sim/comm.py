@@ -104,7 +104,7 @@ class SimComm(SimMail):
         self._later: list[tuple[float, Callable[[], None]]] = []
 
     # -- computing ------------------------------------------------------------------------------------------------
-    def compute(self, samples: int, work: Callable[[], T]) -> T:
+    def compute(self, samples: float, work: Callable[[], T]) -> T:
         cluster, began, hands = self.hub.cluster, self.now(), self.hub.hands
         seconds = cluster.compute.seconds_per_step + samples * self._seconds_per_sample
         seconds *= cluster.factor(self._config.seed, self.rank, self._batch)

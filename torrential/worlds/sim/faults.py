@@ -35,7 +35,7 @@ class Faults:
         """`planned`: samples that the run trains on, all epochs together; `seen`: those that a run that goes on has
         trained on already."""
         self._kernel, self._cluster, self._config, self._world = kernel, cluster, config, world
-        self._planned, self._computed = planned, seen
+        self._planned, self._computed = planned, float(seen)
         self._due: list[tuple[float, Fault]] = []  # faults that wait for their share of the run, the next one first
 
     def plan(self) -> None:
@@ -55,7 +55,7 @@ class Faults:
                     chance = Random(f"crashes {kind} {number} {self._config.seed}")
                     self._next_accident(first + number, mean, chance)
 
-    def computed(self, samples: int) -> None:
+    def computed(self, samples: float) -> None:
         """A worker has computed the gradients of so many samples."""
         self._computed += samples
         while self._due and self._computed >= self._due[0][0]:

@@ -63,7 +63,7 @@ class Hub:
         self.timed = cluster.inside != Inside()
         self._cores: dict[int, Cores] = {}  # by host
         self.hands: Hands | None = None
-        self.computed: Callable[[int], None] = lambda samples: None  # told when a worker has computed so many
+        self.computed: Callable[[float], None] = lambda samples: None  # told when a worker has computed so many
 
     def cores(self, host: int) -> Cores:
         return self._cores.get(host) or self._cores.setdefault(host, Cores(self.kernel, self.cluster.inside))

@@ -24,7 +24,7 @@ class Observing:
     ) -> None:
         """`fail` is told what the observer raises: it works inside of the calls of workers, who are not to blame."""
         self._observer, self._write, self._evaluated, self._fail = observer, write, dict(evaluated), fail
-        self._pending: Pending[tuple[dict[str, Tensor], dict[str, Tensor]]] = Pending(observer.has_buffers)
+        self._pending: Pending[tuple[dict[str, Tensor], dict[str, Tensor]]] = Pending()
         self._last: Snapshot | None = None
         self.reached = False
 
@@ -53,7 +53,9 @@ class Observing:
             self._fail(error)
 
     def _process(self, snapshot: Snapshot, flat: dict[str, Tensor], rest: dict[str, Tensor], parts: Parts) -> None:
-        self._observer.load(flat, rest)
+        if not self._observer.complete(snapshot, parts):
+            return
+        self._observer.load(flat, rest, parts)
         evaluation = self._observer.evaluate(snapshot, "validation")
         self.reached = self._observer.task.reaches(self._observer.config.target, evaluation.value)
         self._note(evaluation)  # with which the world hears that the target is reached

@@ -15,10 +15,11 @@ from torrential.errors import RunFailed
 from torrential.optim.schedule import schedule_of
 from torrential.records import Event, Record, Step
 from torrential.server.role import Server
+from torrential.strategies.base import servers_of
+from torrential.strategies.roles import Role as StrategyRole
+from torrential.trainer.context import RoleContext
 from torrential.trainer.observer import Observer
-from torrential.trainer.served import ServedWorker
 from torrential.trainer.serving import ServerPlan
-from torrential.trainer.worker import Worker
 from torrential.worlds.base import Job, Listener
 from torrential.worlds.failure import attributed, describe, failed
 from torrential.worlds.sim.cluster import Cluster, Fault
@@ -45,7 +46,7 @@ class Watch(Protocol):
     def begin(self, kernel: Kernel, hub: Hub, group: Group, views: Views | None) -> None:
         """Before anything happens."""
 
-    def role(self, address: int, role: Worker | ServedWorker | Server) -> None:
+    def role(self, address: int, role: RoleContext | Server) -> None:
         """It has just been built."""
 
     def end(self) -> None:
@@ -92,7 +93,9 @@ class _Run:
         self._trace = Trace() if config.settings.trace else None
         dry = config.settings.gradients == "off"
         self._hub = Hub(self._kernel, cluster, config.seed, self._trace, "meta" if dry else "cpu")
-        self._served = job.strategy.served
+        self._served = servers_of(job.strategy, config.workers, config.servers) is not None
+        roles = job.strategy.roles(config.workers, config.servers)
+        self._programs = {role.name: role.program for role in roles if isinstance(role, StrategyRole)}
         self._group = Group(self._hub, self._served)
         self._group.regrouped = self._regrouped
         real = torch.device(config.device)
@@ -110,7 +113,7 @@ class _Run:
                 else told
             )
         self._roles: dict[int, Role] = {}  # by address
-        self._contexts: dict[str, Worker | ServedWorker] = {}  # of workers that are built, by the role's name
+        self._contexts: dict[str, RoleContext] = {}  # of workers that are built, by the role's name
         self._lives: dict[int, int] = {}
         self._step = job.checkpoint.step if job.checkpoint else 0
         self._running = 0  # workers whose program has not come to its end
@@ -186,20 +189,22 @@ class _Run:
         outlet = SimOutlet(rank, self._observing, self._write)
 
         def program() -> None:
-            if self._served:
-                served = ServedWorker(
-                    self._job.task, config, strategy, comm, outlet, self._device, self._job.checkpoint, life > 0
-                )
-                self._built(rank, served)
-                strategy.worker(served)  # type: ignore[arg-type]
-            else:
-                first = self._job.checkpoint if life == 0 else None
-                host = self._device if self._device.type == "meta" else torch.device("cpu")
-                worker = Worker(self._job.task, config, strategy, comm, outlet, self._device, host, first)
-                if self._hub.shared:
-                    worker.home = TimedHome(worker.home, comm)
-                self._built(rank, worker)
-                strategy.worker(worker)
+            host = self._device if self._device.type == "meta" else torch.device("cpu")
+            timed = (lambda home: TimedHome(home, comm)) if self._hub.shared else (lambda home: home)
+            ctx = RoleContext(
+                self._job.task,
+                config,
+                strategy,
+                comm,
+                outlet,
+                self._device,
+                host,
+                self._job.checkpoint,
+                life,
+                timed,
+            )
+            self._built(rank, ctx)
+            self._programs["worker"](ctx)
             self._finished()
 
         computes = self._device.type != "meta"
@@ -207,7 +212,7 @@ class _Run:
         self._listener.worker_state(rank, "training")
         return comm
 
-    def _built(self, address: int, role: Worker | ServedWorker | Server) -> None:
+    def _built(self, address: int, role: RoleContext | Server) -> None:
         if not isinstance(role, Server):
             self._contexts[f"worker {address}"] = role
         if self._watch is not None:
@@ -230,7 +235,14 @@ class _Run:
         def program() -> None:
             filled = lambda version: views.filled(number, version)  # noqa: E731
             server = (TimedServer if timed else Server)(
-                mail, plan.layout, plan.spec, plan.consistency, initial=initial, handlers=plan.handlers, filled=filled
+                mail,
+                plan.layout,
+                plan.spec,
+                plan.consistency,
+                initial=initial,
+                handlers=plan.handlers,
+                vectors=plan.servers.vectors,
+                filled=filled,
             )
             self._built(address, server)
             server.run()

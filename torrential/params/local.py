@@ -1,0 +1,116 @@
+"""Parameters and an optimizer of one role alone: nobody else has a part in its steps.
+
+What becomes of them between members (an average, a centre, nothing) is the strategy's business. The optimizer's state
+is this worker's own: it is saved for each of them, and put back when a round is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from torrential.comm.protocol import Standing
+from torrential.optim.rates import Rates
+from torrential.params.home import computing_device, dtype_name, is_elementwise
+from torrential.params.layout import Layout
+from torrential.params.optimizer_state import begin_momentum, restored, states_of
+from torrential.params.whole import Outside, form_of, in_order
+from torrential.task import OptimizerSpec
+
+
+class LocalParameters:
+    """Implements params.home.Parameters."""
+
+    private = True
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        layout: Layout,
+        spec: OptimizerSpec,
+        device: torch.device,
+        clip_norm: float | None,
+        own: bool,
+    ) -> None:
+        """`parameters` stand in the order of the layout. `own`: their values are this worker's, too."""
+        self.layout, self.spec, self.own = layout, spec, own
+        self.counts = [0] * len(layout.entries)
+        self._parameters, self._clip_norm = parameters, clip_norm
+        self._form = None if is_elementwise(spec) else form_of(spec, layout, computing_device(device))
+        ordered = in_order(layout)
+        self._optimizer = spec.build([parameters[e.index] for e in ordered], device.type, [e.name for e in ordered])
+        self._rates = Rates(self._optimizer, spec.lr)
+        self._outside = Outside(self._optimizer)
+        begin_momentum(spec, self._optimizer, parameters)
+
+    def step(self, rate: float) -> None:
+        """Take a step by the gradients that backward has left."""
+        for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
+            self.counts[entry.index] += parameter.grad is not None
+        if self._clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        self._rates.set(rate)
+        self._optimizer.step()
+        self._rates.check()
+
+    # -- members come and go: nothing is shared -----------------------------------------------------------------
+    def settle(self) -> None:
+        """Every step is complete where it was taken."""
+
+    def regroup(self, standing: Standing) -> None:
+        """Those behind receive the parameters from the source."""
+
+    def rebuild(self) -> None:
+        """The optimizer goes on as it is."""
+
+    # -- what is saved ------------------------------------------------------------------------------------------
+    def flat(self) -> dict[str, Tensor]:
+        """The parameters as flat vectors by dtype; nothing where they are each worker's own."""
+        return {} if self.own else self._vectors()
+
+    def _vectors(self) -> dict[str, Tensor]:
+        named = {dtype_name(dtype): torch.zeros(numel, dtype=dtype) for dtype, numel in self.layout.sizes.items()}
+        for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
+            entry.view(named[dtype_name(entry.dtype)]).copy_(parameter.detach())
+        return named
+
+    def extras(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, flat: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> None:
+        """Take over parameters. What else a checkpoint holds of optimizers is each worker's own."""
+        if self.own:
+            return
+        for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
+            parameter.data.copy_(entry.view(flat[dtype_name(entry.dtype)]))
+
+    def values(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+        return {e.name: p.detach() for e, p in zip(self.layout.entries, self._parameters, strict=True)}
+
+    def load_values(self, values: Mapping[str, Tensor]) -> None:
+        for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
+            parameter.data.copy_(values[entry.name])
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """The optimizer's state by "<parameter>/<key>", and how many steps each parameter has seen."""
+        if self._form is None or self._form.outside is None:
+            self._outside.check(self._optimizer)
+        names = [entry.name for entry in self.layout.entries]
+        states = {
+            f"{names[index]}/{key}": value.detach()
+            for index, key, value in states_of(self._optimizer, self._parameters)
+        }
+        return states | {"counts": torch.tensor(self.counts)}
+
+    def load_optimizer_state(self, states: Mapping[str, Tensor]) -> None:
+        by_name = {e.name: p for e, p in zip(self.layout.entries, self._parameters, strict=True)}
+        self._optimizer.state.clear()
+        self.counts[:] = states["counts"].tolist()
+        for name, tensor in states.items():
+            parameter, _, key = name.rpartition("/")
+            if parameter:
+                on = by_name[parameter].device if tensor.dim() else tensor.device
+                self._optimizer.state[by_name[parameter]][key] = restored(key, tensor.to(on), self._form)

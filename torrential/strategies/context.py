@@ -1,0 +1,189 @@
+"""What a role's program may use: one context, made of parts. A program takes the parts that it needs.
+
+    ctx.comm        what it can say to others: letters, tensors, collectives in groups; buffers; the clock
+    ctx.data        which samples it trains on
+    ctx.replica     the model as this role has it, forward and backward
+    ctx.rounds      all-or-nothing steps of the members: propose, vote, conclude
+    ctx.params      the servers that keep the parameters
+    ctx.state       what must outlive this process, by name
+    ctx.progress    how far the run has come, and what is due
+
+Anything that a program needs from outside (time, randomness, messages, files) comes through these, so that the same
+file runs on processes and in simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from torrential.comm.protocol import Comm, Handle
+from torrential.config import RunConfig
+from torrential.data.deal import Batch, Share
+from torrential.params.layout import Bucket, Layout
+from torrential.params.local import LocalParameters
+from torrential.params.synchronized import Synchronized
+from torrential.server.client import Answer, Client
+from torrential.task import Task
+
+
+class Data(Protocol):
+    """Who trains on which samples."""
+
+    joined: int  # samples that all members together take in one step, before it grows
+
+    def share(self, batches: int = 1, *, part: int | None = None, parts: int | None = None) -> Share:
+        """One part of the next joined batch, in so many minibatches; by default as many parts as there are members,
+        each member its own. Nothing is consumed until the round is concluded."""
+
+    def take(self, clock: int, minibatches: int = 1, after: int = 0) -> Batch | None:
+        """The next samples to train on, from the servers; None when there are none left, or the run is to stop. All
+        workers but the first get none before `after` updates have been made."""
+
+    def order(self, epoch: int) -> Tensor:
+        """The order of all samples in an epoch, the same for everybody."""
+
+
+class Replica(Protocol):
+    """The model as this role has it: all of it, or a part that the strategy gives it."""
+
+    model: nn.Module
+    layout: Layout
+
+    def synchronized(self) -> Synchronized:
+        """Parameters that all members hold alike: gradients are summed over them, and one step is taken for all."""
+
+    def local(self, *, own: bool = False) -> LocalParameters:
+        """Parameters and an optimizer of this role alone. With `own` the parameters are saved for each worker; else
+        they are the same on all members whenever a round is concluded."""
+
+    def vector(self) -> Tensor:
+        """All parameters as one flat registered vector, of which those of the model are views."""
+
+    def gradient(self) -> Tensor:
+        """A flat registered vector; from now on backward leaves the gradient there, clipped as the task says."""
+
+    def backward(
+        self,
+        batches: Sequence[Batch],
+        ready: Callable[[Bucket], None] | None = None,
+        after: Handle | None = None,
+    ) -> float:
+        """Forward and backward over some batches, whose gradients are added up by their weights; returns the mean loss
+        of their samples. `ready` is called with each bucket as its gradients are complete, in the same order on every
+        member. The flat gradient is written once `after`, something that still reads it, is done."""
+
+    def reached(self) -> list[int] | None:
+        """The entries of the layout that the last backward reached; None: all."""
+
+    def fetch(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The inputs and targets of a batch."""
+
+    def compute(self, batch: Batch, work: Callable[[], Tensor], share: float = 1.0) -> Tensor:
+        """Do some of the work on a batch. What is random in it is drawn by the batch's place in the run; where time is
+        simulated it takes this share of the time of a whole forward and backward."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What a member says when its part of a round is done."""
+
+    loss: float  # mean over its samples
+    samples: int
+    numbers: Sequence[float] = ()  # the strategy's own
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What everybody's votes come to: the same on every member."""
+
+    loss: float  # mean over all samples
+    samples: int
+    stop: bool  # whether somebody was told to stop
+    numbers: Tensor  # (members, n): everybody's
+
+
+class Progress(Protocol):
+    """How far the run has come."""
+
+    step: int
+    samples: int
+
+    def finished(self) -> bool:
+        """Whether all steps or epochs are done, or the run is to stop."""
+
+    def rate(self, joined: int, batch: Batch | None = None) -> float:
+        """The learning rate of an update made of `joined` samples, at this point of the run or at a batch's place."""
+
+    def loss_scale(self, joined: int) -> float:
+        """The factor of the gradient, where the recipe scales that instead of the rate."""
+
+    def advance(self, batch: Batch, loss: float, answer: Answer | None = None) -> None:
+        """A batch from the servers is done with: count it, record it, save when that is due."""
+
+    def count(self, batch: Batch, answer: Answer) -> None:
+        """Count an answer that came after its batch was done with."""
+
+    def note(self, event: str, detail: str) -> None:
+        """Put an event on record."""
+
+    def conclude(self, samples: int, loss: float) -> None:
+        """A step outside of rounds has been taken: count it, record it, evaluate and save when that is due."""
+
+
+class State(Protocol):
+    """What must outlive this process: saved with checkpoints, loaded when a run goes on, handed to newcomers."""
+
+    def everybody(
+        self, name: str, save: Callable[[], Mapping[str, Tensor]], load: Callable[[Mapping[str, Tensor]], None]
+    ) -> None:
+        """Keep something that is the same on all members whenever a round is concluded."""
+
+    def own(
+        self,
+        name: str,
+        save: Callable[[], Mapping[str, Tensor]],
+        load: Callable[[Mapping[str, Tensor]], None],
+        *,
+        undo: bool = True,
+    ) -> None:
+        """Keep something of this role alone. A newcomer begins with that of a member that was there. With `undo` it is
+        put back when a round is given up."""
+
+
+class Context(Protocol):
+    """The context of a role's program."""
+
+    task: Task
+    config: RunConfig
+    comm: Comm
+
+    @property
+    def data(self) -> Data: ...
+
+    @property
+    def replica(self) -> Replica: ...
+
+    @property
+    def state(self) -> State: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+    @property
+    def params(self) -> Client:
+        """The servers' client; the run takes part from its first use."""
+
+    def rounds(self, propose: Callable[[], Vote], conclude: Callable[[Decision], None]) -> None:
+        """Take steps with the other members until the run is finished; each is taken by all of them or by none.
+
+        `propose` does this member's part; nothing that others see may change by it, and what it changes here must be
+        registered state. When everybody's vote is in, the step is decided and `conclude` takes it, without waiting for
+        anybody. If a member dies or joins, a step that was decided is concluded by all; one that was not is put back
+        and proposed again by those who are there, on the data still owed."""
+
+    def leave(self) -> None:
+        """This role's program is finished; return when everybody's is."""

@@ -1,0 +1,136 @@
+"""The context of a role's program: its parts, each made when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+
+from torrential.checkpoint import Checkpoint
+from torrential.comm.protocol import COORDINATORS, Comm
+from torrential.config import RunConfig
+from torrential.optim.schedule import schedule_of
+from torrential.params.home import Home
+from torrential.server.client import Client
+from torrential.server.optimizer import state_names
+from torrential.strategies.base import Strategy, servers_of
+from torrential.strategies.context import Decision, Vote
+from torrential.task import Task
+from torrential.trainer.data import TrainingData
+from torrential.trainer.progress import TrainingProgress
+from torrential.trainer.replica import ModelReplica
+from torrential.trainer.rounds import Rounds
+from torrential.trainer.saving import Saving
+from torrential.trainer.snapshot import Outlet
+from torrential.trainer.snapshots import Snapshots
+from torrential.trainer.state import EVERYBODY, NamedStates, saved_states
+
+
+def _untimed(home: Home) -> Home:
+    return home
+
+
+class RoleContext:
+    """Implements strategies.context.Context."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: RunConfig,
+        strategy: Strategy,
+        comm: Comm,
+        outlet: Outlet,
+        device: torch.device,
+        meeting: torch.device | None = None,
+        checkpoint: Checkpoint | None = None,
+        life: int = 0,
+        timed: Callable[[Home], Home] = _untimed,
+    ) -> None:
+        """`checkpoint`: what the run goes on from; `life`: how many with this address have been there before."""
+        self.task, self.config, self.strategy, self.comm, self.outlet = task, config, strategy, comm, outlet
+        self._device, self._dry = device, device.type == "meta"
+        self._meeting = torch.device("cpu") if meeting is None else meeting
+        self._checkpoint, self._life, self._timed = checkpoint, life, timed
+        self.state = NamedStates()
+        schedule = schedule_of(config, strategy.joined(config.workers, config.batch_size))
+        self.servers = servers_of(strategy, config.workers, max(1, config.servers))
+        self._first = checkpoint if self.servers is not None or not life else None
+        self.data = TrainingData(config, comm, schedule, lambda: self.params)
+        self.progress = TrainingProgress(config, comm, outlet, self.data, schedule, self._first, life > 0)
+        self.snapshots = Snapshots(comm, outlet, self.data, lambda: self.replica, self.state, self.progress, self._dry)
+        self._rounds: Rounds | None = None
+
+    @cached_property
+    def replica(self) -> ModelReplica:
+        return ModelReplica(
+            self.task,
+            self.config,
+            self.strategy,
+            self.comm,
+            self.state,
+            self.progress,
+            self._device,
+            self._meeting,
+            self.comm.address < COORDINATORS,
+            self._timed,
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far, as far as this role knows."""
+        return self.progress.step
+
+    @property
+    def applied(self) -> int:
+        """Steps taken so far in rounds; -1 before this member has agreed on anything with the others."""
+        return -1 if self._rounds is None else self._rounds.applied
+
+    # -- with servers -------------------------------------------------------------------------------------------
+    @cached_property
+    def params(self) -> Client:
+        assert self.servers is not None, f"{self.strategy.name} declares no servers"
+        replica = self.replica
+        ((dtype, numel),) = replica.layout.sizes.items()
+        client = Client(
+            self.comm,
+            numel,
+            dtype,
+            timeout=self.config.settings.timeout,
+            resend=self.comm.resend,
+            overdue=self.comm.suspect,
+        )
+        if not self._dry:
+            spec = replica.server_spec()
+            states = [*state_names(replica.layout, spec), *self.servers.vectors]
+            self.progress.saving = Saving(self.comm, client, self.outlet, replica, states)
+        if self._first is not None:
+            replica.load_rest(self._first.model)
+        return client
+
+    # -- with the other members ---------------------------------------------------------------------------------
+    def rounds(self, propose: Callable[[], Vote], conclude: Callable[[Decision], None]) -> None:
+        self._rounds = Rounds(
+            self.comm, self.data, self.replica, self.state, self.progress, self.snapshots, self._first, self._dry
+        )
+        self._rounds.run(propose, conclude)
+
+    def begin_alone(self) -> None:
+        """For a coordinator: go on from the checkpoint, if there is one, and give snapshots alone."""
+        self.progress.settle = lambda: self.snapshots.give_when_due(alone=True)
+        if self._checkpoint is not None:
+            self.data.place(self._checkpoint.epoch, self._checkpoint.cursor)
+            self.snapshots.resumed()
+            self.state.load("everybody", saved_states(self._checkpoint.workers, EVERYBODY))
+            self.state.load("own", saved_states(self._checkpoint.workers, str(self.comm.address)))
+
+    def leave(self) -> None:
+        saving = self.progress.saving
+        if saving is None and self.servers is None:
+            return self.comm.leave()
+        if saving is not None:
+            saving.give_up()  # the last one follows
+        if "params" in vars(self):
+            self.params.wait()
+        self.progress.end_served()
+        self.comm.leave(None if saving is None else saving.last)

@@ -1,0 +1,229 @@
+"""The model as one role has it: built, cut as the strategy says, run forward and backward."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from torrential.comm.protocol import Comm, Handle
+from torrential.config import RunConfig
+from torrential.data.deal import Batch
+from torrential.data.resize import Resize
+from torrential.optim.recipe import adapt_model, adapt_optimizer
+from torrential.params.home import Home, Parameters, choose, flat_gradient
+from torrential.params.layout import Bucket, plan
+from torrential.params.local import LocalParameters
+from torrential.params.replicated import ReplicatedParameters
+from torrential.params.shared import SharedParameters
+from torrential.params.synchronized import Synchronized
+from torrential.strategies.base import Strategy
+from torrential.task import OptimizerSpec, Task, build_model
+from torrential.trainer.backward import Gradients, Portion, Work
+from torrential.trainer.progress import TrainingProgress
+from torrential.trainer.randomness import seed_all
+from torrential.trainer.slow import Brake
+from torrential.trainer.snapshot import buffers_of
+from torrential.trainer.state import NamedStates
+from torrential.trainer.watch import BackwardWatch
+
+FORWARD = 1 / 3  # of the time of a batch
+
+
+class ModelReplica:
+    """Implements strategies.context.Replica."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: RunConfig,
+        strategy: Strategy,
+        comm: Comm,
+        state: NamedStates,
+        progress: TrainingProgress,
+        device: torch.device,
+        meeting: torch.device,
+        is_worker: bool,
+        timed: Callable[[Home], Home],
+    ) -> None:
+        """`meeting`: where gradients meet that are summed; `timed`: what a world makes of parameters whose updates take
+        time there."""
+        self._task, self._config, self._comm, self._state, self._progress = task, config, comm, state, progress
+        self._device, self._meeting, self._timed = device, meeting, timed
+        self._dry = device.type == "meta"  # nothing is computed there
+        seed_all(device, config.seed, 0)
+        whole = adapt_model(config.recipe, build_model(task))
+        part = strategy.part(whole, comm.rank, config.workers) if is_worker else whole
+        full = {id(t): name for name, t in itertools.chain(whole.named_parameters(), whole.named_buffers())}
+        self._names = {n: full[id(t)] for n, t in itertools.chain(part.named_parameters(), part.named_buffers())}
+        self.model = part.to(device).train()
+        self.layout = plan(self.model, strategy.bucket_bytes, self._names)
+        self._parameters = [p for p in reversed(list(self.model.parameters())) if p.requires_grad]
+        self._spec = strategy.optimizer(adapt_optimizer(config.recipe, task.optimizer.with_lr(config.lr), whole))
+        self._gradients = Gradients(task, self.model, device, config.seed)
+        self._resize = None if config.recipe.resize is None else Resize.parse(config.recipe.resize)
+        self._brake = Brake(config, comm)
+        self._watch: BackwardWatch | None = None
+        self._vector: Tensor | None = None
+        self._gradient: Tensor | None = None
+        self.parameters: Parameters | None = None  # where they live, once the program has said
+        self._own_buffers()
+
+    def _own_buffers(self) -> None:
+        """Module buffers (statistics of batch norm, say) are each worker's own."""
+        if self.buffers():
+            self._state.own("buffers", self.buffers, self._load_buffers)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The module's buffers, by the names that the whole model has for them."""
+        return {self._names[name]: tensor for name, tensor in buffers_of(self.model).items()}
+
+    def _load_buffers(self, tensors: Mapping[str, Tensor]) -> None:
+        mine = self.buffers()
+        torch._foreach_copy_([mine[name] for name in tensors], [t.to(self._device) for t in tensors.values()])
+
+    def server_spec(self) -> OptimizerSpec:
+        """The optimizer that the servers run."""
+        return self._spec
+
+    def frozen(self) -> dict[str, Tensor]:
+        """Parameters that are not trained, by name."""
+        return {self._names[n]: p.detach() for n, p in self.model.named_parameters() if not p.requires_grad}
+
+    def load_rest(self, saved: Mapping[str, Tensor]) -> None:
+        """Take over buffers, and parameters that are not trained, from a whole model's."""
+        with torch.no_grad():
+            for name, tensor in (self.frozen() | self.buffers()).items():
+                if name in saved:
+                    tensor.copy_(saved[name])
+
+    # -- where parameters live ----------------------------------------------------------------------------------
+    def synchronized(self) -> Synchronized:
+        home: Home
+        if choose(self._comm, self._spec, self._device):
+            home = SharedParameters(self._comm, self.model, self.layout, self._spec)
+        else:
+            home = ReplicatedParameters(self._comm, self.model, self.layout, self._spec, self._device, self._meeting)
+        self.parameters = home = self._timed(home)
+        self._watch = watch = BackwardWatch(self._parameters, self.layout)
+        sizes = [sum(e.shape.numel() for e in bucket.entries) for bucket in self.layout.buckets]
+        self._done_by = [done / sum(sizes) for done in itertools.accumulate(sizes)]  # share of backward, by bucket
+        return Synchronized(home, lambda: watch.seen, self._task.clip_norm)
+
+    def local(self, *, own: bool = False) -> LocalParameters:
+        local = LocalParameters(self._parameters, self.layout, self._spec, self._device, self._task.clip_norm, own)
+        self.parameters = local
+        keep = self._state.own if own else self._state.moving
+        keep("parameters", local.values, local.load_values)
+        self._state.own("optimizer", local.optimizer_state, local.load_optimizer_state)
+        return local
+
+    def vector(self) -> Tensor:
+        if self._vector is None:
+            ((dtype, numel),) = self.layout.sizes.items()
+            self._vector = vector = self._comm.buffer("vector", numel, dtype)
+            for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
+                entry.view(vector).copy_(parameter.data)
+                if not self._apart:
+                    parameter.data = entry.view(vector)
+        return self._vector
+
+    @property
+    def _apart(self) -> bool:
+        """Whether the model's parameters are copies of the vector, not views."""
+        return self._device.type not in ("cpu", "meta")
+
+    def gradient(self) -> Tensor:
+        if self._gradient is None:
+            ((dtype, numel),) = self.layout.sizes.items()
+            self._gradient = self._comm.buffer("gradient", numel, dtype)
+        return self._gradient
+
+    # -- forward and backward -----------------------------------------------------------------------------------
+    def backward(
+        self,
+        batches: Sequence[Batch],
+        ready: Callable[[Bucket], None] | None = None,
+        after: Handle | None = None,
+    ) -> float:
+        batches = [batch for batch in batches if len(batch)]
+        if not batches and ready is None:
+            return math.nan  # nothing to add this time
+        began = self._comm.now()
+        self._load()
+        for parameter in self._parameters:
+            parameter.grad = None
+        watch = None if ready is None else self._begin_watch(ready, max(1, len(batches)))
+        samples = sum(len(batch) for batch in batches)
+        work = Work(self._gradients, self._portions(batches), watch)
+        losses = self._comm.compute(samples, (lambda: self._no_work(watch, batches)) if self._dry else work)
+        loss = losses[0] if len(losses) == 1 else self._mean(losses, batches)
+        if ready is None and not math.isfinite(loss):
+            self._progress.refuse(loss, batches[0])
+        if after is not None:
+            after.wait()
+        if self._gradient is not None and not self._dry:
+            self._collect(self._gradient)
+        self._brake.hold(began)
+        return loss
+
+    def _begin_watch(self, ready: Callable[[Bucket], None], parts: int) -> BackwardWatch:
+        assert self._watch is not None, "buckets are announced where parameters are synchronized"
+
+        def announce(bucket: Bucket) -> None:
+            done = (parts - 1 + FORWARD + (1 - FORWARD) * self._done_by[bucket.index]) / parts
+            self._comm.reached(done, lambda: ready(bucket))
+
+        self._watch.begin(announce)
+        return self._watch
+
+    def _portions(self, batches: Sequence[Batch]) -> list[Portion]:
+        scale = None if self._resize is None else self._resize.at(self._progress.share_done())
+        return [Portion((b.epoch, b.first), b.indices, b.weight, scale) for b in batches]
+
+    @staticmethod
+    def _no_work(watch: BackwardWatch | None, batches: Sequence[Batch]) -> list[float]:
+        if watch is not None:
+            watch.end()
+        return [0.0] * len(batches)
+
+    @staticmethod
+    def _mean(losses: Sequence[float], batches: Sequence[Batch]) -> float:
+        total = 0.0
+        for loss, batch in zip(losses, batches, strict=True):
+            total += loss * len(batch)
+        return total / max(1, sum(len(batch) for batch in batches))
+
+    def _load(self) -> None:
+        if self._apart and self._vector is not None:
+            for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
+                parameter.data.copy_(entry.view(self._vector), non_blocking=True)
+
+    def _collect(self, gradient: Tensor) -> None:
+        """Gradients from where autograd left them into the flat vector; clipped here, before they are sent."""
+        for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
+            grad = flat_gradient(parameter)
+            target = gradient[entry.start : entry.stop]
+            target.zero_() if grad is None else target.copy_(grad)
+        if self._task.clip_norm is not None:
+            norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+            gradient *= min(1.0, self._task.clip_norm / (norm + 1e-6))
+
+    def reached(self) -> list[int] | None:
+        if self._dry:
+            return None
+        found = [e.index for e, p in zip(self.layout.entries, self._parameters, strict=True) if p.grad is not None]
+        return None if len(found) == len(self._parameters) else found
+
+    def fetch(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self._gradients.fetch(batch.indices)
+
+    def compute(self, batch: Batch, work: Callable[[], Tensor], share: float = 1.0) -> Tensor:
+        def seeded() -> Tensor:
+            seed_all(self._device, self._config.seed, 1, batch.epoch, batch.first)
+            return work()
+
+        return self._comm.compute(share * len(batch), seeded)

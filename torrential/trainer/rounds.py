@@ -1,0 +1,197 @@
+"""All-or-nothing steps among the members of a group: propose, vote, conclude.
+
+    propose    each member does its part; nothing that others see changes
+    vote       a small all-gather; when it is complete, the step is decided for everybody
+    conclude   everybody takes the step, and waits for nobody
+
+If a member dies or joins, all waits end with Regrouped. The members meet; a step whose votes are complete on any of
+them is concluded by all, any other is put back, and proposed again by those who are there, on the data still owed. A
+member behind the others takes over their state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from safetensors.torch import load as unpack
+from safetensors.torch import save as pack
+from torch import Tensor
+
+from torrential.checkpoint import Checkpoint
+from torrential.comm.protocol import Comm, Handle, Standing
+from torrential.errors import Regrouped
+from torrential.params.home import Finished, Parameters
+from torrential.strategies.context import Decision, Vote
+from torrential.trainer.data import TrainingData
+from torrential.trainer.progress import TrainingProgress
+from torrential.trainer.replica import ModelReplica
+from torrential.trainer.snapshot import from_checkpoint
+from torrential.trainer.snapshots import Snapshots
+from torrential.trainer.state import EVERYBODY, NamedStates, saved_states
+
+_LOSS, _SAMPLES, _STOP, _FIRST = 0, 1, 2, 3  # places in a ballot; from _FIRST on: the strategy's own numbers
+
+
+class Rounds:
+    """The rounds of one member."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        data: TrainingData,
+        replica: ModelReplica,
+        state: NamedStates,
+        progress: TrainingProgress,
+        snapshots: Snapshots,
+        checkpoint: Checkpoint | None,
+        dry: bool,
+    ) -> None:
+        """`checkpoint`: where the run goes on from, if it does; `dry`: tensors have sizes and no contents."""
+        self._comm, self._data, self._replica, self._state = comm, data, replica, state
+        self._progress, self._snapshots, self._checkpoint, self._dry = progress, snapshots, checkpoint, dry
+        self.ballot: Handle | None = None
+        self.applied = -1  # steps taken; -1 before anything was agreed
+        self._conclude: Callable[[Decision], None] = lambda decision: None
+
+    @property
+    def _parameters(self) -> Parameters:
+        parameters = self._replica.parameters
+        assert parameters is not None, (
+            "say where parameters live (ctx.replica.synchronized() or .local()) before rounds"
+        )
+        return parameters
+
+    def run(self, propose: Callable[[], Vote], conclude: Callable[[Decision], None]) -> None:
+        self._conclude = conclude
+        self._resume()
+        self.join()
+        while True:
+            try:
+                self._comm.check()
+                self._parameters.settle()
+                self._snapshots.give_when_due()
+                if self._progress.finished():
+                    return self._comm.leave()
+                if len(self._comm.members) > 1:
+                    self._state.remember()
+                self._vote(propose())
+                self._take_step()
+            except Regrouped:
+                self.join()
+
+    # -- a step -------------------------------------------------------------------------------------------------
+    def _vote(self, vote: Vote) -> None:
+        head = [vote.loss * vote.samples if vote.samples else 0.0, vote.samples, self._comm.stop_requested()]
+        mine = torch.tensor([*head, *vote.numbers], dtype=torch.float64)
+        self.ballot = Finished(mine[None]) if len(self._comm.members) == 1 else self._comm.all_gather(mine)
+
+    def _take_step(self) -> None:
+        assert self.ballot is not None
+        votes: Tensor = self.ballot.wait()  # (members, _FIRST + numbers)
+        losses = votes[:, _LOSS].tolist()
+        for rank, loss in zip(self._comm.members, losses, strict=True):
+            if not math.isfinite(loss):
+                self._progress.refuse(loss, worker=rank, joined=self._data.joined)
+        loss, samples, stop = (float(total) for total in votes[:, :_FIRST].sum(0))
+        decision = Decision(loss / max(1.0, samples), int(samples), stop > 0, votes[:, _FIRST:])
+        self._conclude(decision)
+        self.ballot = None
+        self._state.forget()
+        self._progress.stopped = decision.stop
+        self._progress.stepped(decision.samples, decision.loss)
+        self.applied = self._progress.step
+
+    # -- members come and go ------------------------------------------------------------------------------------
+    def join(self) -> None:
+        """Meet the other members, and go on from where the furthest of them stands."""
+        while True:
+            try:
+                return self._adopt(self._comm.regroup(self._stand))
+            except Regrouped:
+                continue
+
+    def _stand(self) -> int:
+        """Called when every member has stopped: conclude the step if its ballot is complete, else put it back."""
+        if self.ballot is not None and self.ballot.done():
+            self._take_step()
+        else:
+            self._state.put_back()
+        self.ballot = None
+        return self.applied
+
+    def _adopt(self, standing: Standing) -> None:
+        parameters = self._parameters
+        if self._checkpoint is not None and (parameters.private or self._comm.rank == standing.source):
+            parameters.load(*from_checkpoint(self._checkpoint, self._replica.layout))
+        parameters.regroup(standing)
+        if standing.behind:
+            self._catch_up(standing)
+        parameters.rebuild()
+        self._checkpoint = None
+        self.applied = self._progress.step
+        self._snapshots.members_changed(standing.generation)
+        self._progress.recorder.hurry()  # the first step of a generation is always recorded
+
+    def _resume(self) -> None:
+        saved = self._checkpoint
+        if saved is None:
+            return
+        self.applied = saved.step
+        self._data.place(saved.epoch, saved.cursor)
+        self._parameters.counts[:] = [saved.applied.get(e.name, 0) for e in self._replica.layout.entries]
+        self._snapshots.resumed()
+        self._replica.load_rest(saved.model)
+        self._state.load("everybody", saved_states(saved.workers, EVERYBODY))
+        self._state.load("own", saved_states(saved.workers, str(self._comm.rank)))
+
+    def _catch_up(self, standing: Standing) -> None:
+        """The member that is furthest hands its state to those behind."""
+        comm, parameters = self._comm, self._parameters
+        state = self._everything() if comm.rank == standing.source else {}
+        blob = torch.frombuffer(bytearray(pack(state)), dtype=torch.uint8)
+        sizes = comm.all_gather(torch.tensor([blob.numel()])).wait()
+        size = int(sizes[standing.members.index(standing.source), 0])
+        shelf = comm.buffer(f"catch-up/{size}", size, torch.uint8)
+        if self._dry:
+            shelf = torch.empty(size, dtype=torch.uint8)
+        if comm.rank == standing.source:
+            shelf.copy_(blob)
+        comm.broadcast(shelf, standing.source).wait()
+        if comm.rank in standing.behind:
+            state = unpack(shelf.numpy().tobytes())
+            self._progress.step, epoch, cursor, self._progress.samples = state.pop("place").tolist()
+            self._data.place(epoch, cursor)
+            parameters.counts[:] = state.pop("counts").tolist()
+            if not self._dry:
+                self._take_over(state)
+
+    def _everything(self) -> dict[str, Tensor]:
+        """What a member needs that is behind."""
+        deal, parameters = self._data.deal, self._parameters
+        place = [self._progress.step, deal.epoch, deal.cursor, self._progress.samples]
+        state = {"place": torch.tensor(place), "counts": torch.tensor(parameters.counts)}
+        if self._dry:
+            return state
+        for kind, tensors in (
+            ("frozen", self._replica.frozen()),
+            ("everybody", self._state.tensors("everybody")),
+            ("own", self._state.tensors("own")),
+            ("flat", parameters.flat() if parameters.private else {}),
+            ("extra", parameters.extras() if parameters.private else {}),
+        ):
+            state |= {f"{kind}/{name}": t.detach().cpu().contiguous() for name, t in tensors.items()}
+        return state
+
+    def _take_over(self, state: dict[str, Tensor]) -> None:
+        def named(kind: str) -> dict[str, Tensor]:
+            return {n.removeprefix(f"{kind}/"): t for n, t in state.items() if n.startswith(f"{kind}/")}
+
+        if self.applied < 0:  # a newcomer; others have states of their own
+            for name, tensor in self._replica.frozen().items():
+                tensor.copy_(named("frozen")[name])
+            self._state.load("own", named("own"))
+        self._state.load("everybody", named("everybody"))
+        if self._parameters.private:
+            self._parameters.load(named("flat"), named("extra"))

@@ -1,0 +1,99 @@
+"""What a role keeps by name, so that checkpoints, resumed runs, newcomers and abandoned rounds all treat it alike.
+
+    everybody's   the same on all members when a round is concluded: one of them saves it, newcomers are given it
+    own           of one worker: everybody's goes into a checkpoint; a newcomer begins with that of a member
+
+In a checkpoint's workers.safetensors a tensor is called "<worker>/<name>/<key>", or "everybody/<name>/<key>".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from torrential.errors import BadInput
+
+EVERYBODY = "everybody"
+
+Save = Callable[[], Mapping[str, Tensor]]
+Load = Callable[[Mapping[str, Tensor]], None]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    kind: Literal["everybody", "own", "moving"]  # moving: saved otherwise, but put back with the rest
+    save: Save
+    load: Load
+    undo: bool
+
+
+class NamedStates:
+    """Implements strategies.context.State."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Kept] = {}
+        self._before: dict[str, dict[str, Tensor]] = {}  # what a round under way may have changed, as it was
+
+    def everybody(self, name: str, save: Save, load: Load) -> None:
+        self._keep(name, _Kept("everybody", save, load, undo=True))
+
+    def own(self, name: str, save: Save, load: Load, *, undo: bool = True) -> None:
+        self._keep(name, _Kept("own", save, load, undo))
+
+    def moving(self, name: str, save: Save, load: Load) -> None:
+        """Put something back when a round is given up; where it is saved is another's business."""
+        self._keep(name, _Kept("moving", save, load, undo=True))
+
+    def _keep(self, name: str, kept: _Kept) -> None:
+        if name in self._kept or "/" in name or not name:
+            what = "is registered already" if name in self._kept else "is no name for a state: it is empty, or has a /"
+            raise BadInput(f"the state {name!r} {what}; call it something else")
+        self._kept[name] = kept
+
+    # -- rounds -------------------------------------------------------------------------------------------------
+    def remember(self) -> None:
+        """A round begins: keep copies of what it may change."""
+        self._before = {
+            name: {key: tensor.clone() for key, tensor in kept.save().items()}
+            for name, kept in self._kept.items()
+            if kept.undo
+        }
+
+    def put_back(self) -> None:
+        """The round is given up, and leaves no trace."""
+        for name, tensors in self._before.items():
+            self._kept[name].load(tensors)
+        self._before = {}
+
+    def forget(self) -> None:
+        """The round is concluded."""
+        self._before = {}
+
+    # -- what is saved, and loaded ------------------------------------------------------------------------------
+    @property
+    def some_are_own(self) -> bool:
+        return any(kept.kind == "own" for kept in self._kept.values())
+
+    def tensors(self, kind: Literal["everybody", "own"]) -> dict[str, Tensor]:
+        """All states of a kind, by "<name>/<key>"."""
+        return {
+            f"{name}/{key}": tensor.detach()
+            for name, kept in self._kept.items()
+            if kept.kind == kind
+            for key, tensor in kept.save().items()
+        }
+
+    def load(self, kind: Literal["everybody", "own"], tensors: Mapping[str, Tensor]) -> None:
+        """Take over states, as `tensors` gave them; those that are missing there stay as they are."""
+        for name, kept in self._kept.items():
+            found = {key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")}
+            if kept.kind == kind and found:
+                kept.load(found)
+
+
+def saved_states(saved: Mapping[str, Tensor], owner: str) -> dict[str, Tensor]:
+    """The states of one owner in a checkpoint's workers.safetensors, by "<name>/<key>"."""
+    return {name.removeprefix(f"{owner}/"): t for name, t in saved.items() if name.startswith(f"{owner}/")}
