@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from torch import Tensor, dtype
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from torrential.server.messages import View
 
 T = TypeVar("T")
@@ -105,22 +107,13 @@ def letter_by_letter(mail: Mail, handle: Callable[[Letter], bool | None], timeou
     return False
 
 
-class Comm(Mail, Protocol):
-    """One worker's view of its world."""
+class Group(Protocol):
+    """Members that sum, gather and wait together. Every one of them starts the same operations in the same order."""
 
-    rank: int
     members: tuple[int, ...]
-    generation: int
-
-    def compute(self, samples: float, work: Callable[[], T]) -> T:
-        """Forward and backward over so many samples, or a share of that work. Where time is simulated it takes what it
-        takes there."""
-
-    def reached(self, share: float, then: Callable[[], None]) -> None:
-        """From within `work`, when this share of it is done: do `then`. Where time is simulated: when it has come."""
 
     def all_reduce(self, tensor: Tensor) -> Handle:
-        """Sum over the members, in place; the same bits everywhere."""
+        """Sum over the members, in place; the same bits everywhere. `tensor` is part of a registered buffer."""
 
     def reduce_scatter(self, region: Tensor, parts: Sequence[Part]) -> Handle:
         """Sum the members' `parts`, which together cover `region`; afterwards this member's slice of `region` holds
@@ -129,9 +122,39 @@ class Comm(Mail, Protocol):
     def all_gather(self, vector: Tensor) -> Handle:
         """Waits for a (members, numel) tensor of everyone's small vector, and so is a barrier too."""
 
-    def broadcast(self, tensor: Tensor, root: int) -> Handle: ...
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        """Copy the root's tensor to all others. `tensor` is part of a registered buffer."""
 
-    def barrier(self) -> Handle: ...
+    def barrier(self) -> Handle:
+        """Waits until all members have come here."""
+
+
+class Comm(Mail, Group, Protocol):
+    """What a worker can say to others: letters, tensors, collectives of all members or of a group of them."""
+
+    rank: int
+    generation: int
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """Some of the members, this one among them; to be asked for anew when members have changed."""
+
+    def process_group(self) -> ProcessGroup:
+        """All workers of the run as a group of torch.distributed, over NCCL where each has a GPU of its own, else over
+        Gloo; of real processes only. Waits until all of them have asked for it, so it is best asked for before the
+        first round, when time has not begun. It does not outlive any of them."""
+
+    def send(self, tensor: Tensor, to: int, tag: str = "") -> Handle:
+        """Send a tensor to another member; done when it may be changed. Those of one tag arrive in order."""
+
+    def recv(self, into: Tensor, source: int, tag: str = "") -> Handle:
+        """Receive the next tensor that a member sends under this tag; waits for `into`."""
+
+    def compute(self, samples: float, work: Callable[[], T]) -> T:
+        """Forward and backward over so many samples, or a share of that work. Where time is simulated it takes what it
+        takes there."""
+
+    def reached(self, share: float, then: Callable[[], None]) -> None:
+        """From within `work`, when this share of it is done: do `then`. Where time is simulated: when it has come."""
 
     def check(self) -> None:
         """Raise Regrouped if membership has changed. Waits do this; a role that never waits must."""

@@ -42,11 +42,15 @@ class LocalParameters:
         ordered = in_order(layout)
         self._optimizer = spec.build([parameters[e.index] for e in ordered], device.type, [e.name for e in ordered])
         self._rates = Rates(self._optimizer, spec.lr)
-        self._outside = Outside(self._optimizer)
+        watched = self._form is not None and self._form.outside is None
+        self._outside = Outside(self._optimizer) if watched else None
         begin_momentum(spec, self._optimizer, parameters)
 
-    def step(self, rate: float) -> None:
-        """Take a step by the gradients that backward has left."""
+    def step(self, rate: float, gradient: Tensor | None = None) -> None:
+        """Take a step by the gradients that backward has left, or by a flat one."""
+        if gradient is not None:
+            for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
+                parameter.grad = entry.view(gradient).to(parameter.device)
         for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
             self.counts[entry.index] += parameter.grad is not None
         if self._clip_norm is not None:
@@ -96,7 +100,7 @@ class LocalParameters:
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """The optimizer's state by "<parameter>/<key>", and how many steps each parameter has seen."""
-        if self._form is None or self._form.outside is None:
+        if self._outside is not None:
             self._outside.check(self._optimizer)
         names = [entry.name for entry in self.layout.entries]
         states = {

@@ -10,10 +10,11 @@ from torrential.strategies.allreduce import AllReduce
 from torrential.strategies.backup import Backup
 from torrential.strategies.base import Strategy
 from torrential.strategies.bsp import Bsp
+from torrential.strategies.ddp import Ddp
 from torrential.strategies.downpour import Downpour
 from torrential.strategies.ssp import Ssp
 
-STRATEGIES: dict[str, type[Strategy]] = {s.name: s for s in (AllReduce, Bsp, Ssp, Backup, Downpour)}
+STRATEGIES: dict[str, type[Strategy]] = {s.name: s for s in (AllReduce, Bsp, Ssp, Backup, Downpour, Ddp)}
 
 
 def make_strategy(name: str, options: dict[str, Any]) -> Strategy:

@@ -24,6 +24,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    worlds: ClassVar[tuple[str, ...]] = ("local", "sim")
+    """The worlds that it runs in."""
     bucket_bytes: ClassVar[int] = 1 << 22
     letters: ClassVar[tuple[type[msgspec.Struct], ...]] = ()
     """The kinds of letters that its roles send to one another, besides what servers understand."""

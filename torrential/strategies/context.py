@@ -56,9 +56,12 @@ class Replica(Protocol):
     def synchronized(self) -> Synchronized:
         """Parameters that all members hold alike: gradients are summed over them, and one step is taken for all."""
 
-    def local(self, *, own: bool = False) -> LocalParameters:
+    def local(self, *, own: bool = False, alike: bool = False) -> LocalParameters:
         """Parameters and an optimizer of this role alone. With `own` the parameters are saved for each worker; else
-        they are the same on all members whenever a round is concluded."""
+        they are the same on all members whenever a round is concluded. `alike`: so is the optimizer's state."""
+
+    def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+        """Have forward run by what `wrapper` makes of the model."""
 
     def vector(self) -> Tensor:
         """All parameters as one flat registered vector, of which those of the model are views."""

@@ -59,6 +59,8 @@ class RoleContext:
         self.data = TrainingData(config, comm, schedule, lambda: self.params)
         self.progress = TrainingProgress(config, comm, outlet, self.data, schedule, self._first, life > 0)
         self.snapshots = Snapshots(comm, outlet, self.data, lambda: self.replica, self.state, self.progress, self._dry)
+        roles = strategy.roles(config.workers, config.servers)
+        self._redone = any(role.name == "worker" and role.death == "regroup" for role in roles)
         self._rounds: Rounds | None = None
 
     @cached_property
@@ -111,7 +113,15 @@ class RoleContext:
     # -- with the other members ---------------------------------------------------------------------------------
     def rounds(self, propose: Callable[[], Vote], conclude: Callable[[Decision], None]) -> None:
         self._rounds = Rounds(
-            self.comm, self.data, self.replica, self.state, self.progress, self.snapshots, self._first, self._dry
+            self.comm,
+            self.data,
+            self.replica,
+            self.state,
+            self.progress,
+            self.snapshots,
+            self._first,
+            self._dry,
+            self._redone,
         )
         self._rounds.run(propose, conclude)
 

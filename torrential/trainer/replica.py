@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torrential.comm.protocol import Comm, Handle
 from torrential.config import RunConfig
@@ -113,12 +113,13 @@ class ModelReplica:
         self._done_by = [done / sum(sizes) for done in itertools.accumulate(sizes)]  # share of backward, by bucket
         return Synchronized(home, lambda: watch.seen, self._task.clip_norm)
 
-    def local(self, *, own: bool = False) -> LocalParameters:
+    def local(self, *, own: bool = False, alike: bool = False) -> LocalParameters:
         local = LocalParameters(self._parameters, self.layout, self._spec, self._device, self._task.clip_norm, own)
         self.parameters = local
         keep = self._state.own if own else self._state.moving
         keep("parameters", local.values, local.load_values)
-        self._state.own("optimizer", local.optimizer_state, local.load_optimizer_state)
+        remember = self._state.everybody if alike else self._state.own
+        remember("optimizer", local.optimizer_state, local.load_optimizer_state)
         return local
 
     def vector(self) -> Tensor:
@@ -141,6 +142,9 @@ class ModelReplica:
             ((dtype, numel),) = self.layout.sizes.items()
             self._gradient = self._comm.buffer("gradient", numel, dtype)
         return self._gradient
+
+    def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+        self._gradients.model = wrapper(self.model)
 
     # -- forward and backward -----------------------------------------------------------------------------------
     def backward(

@@ -47,8 +47,11 @@ class Rounds:
         snapshots: Snapshots,
         checkpoint: Checkpoint | None,
         dry: bool,
+        redone: bool,
     ) -> None:
-        """`checkpoint`: where the run goes on from, if it does; `dry`: tensors have sizes and no contents."""
+        """`checkpoint`: where the run goes on from, if it does; `dry`: tensors have sizes and no contents; `redone`:
+        whether a round is proposed again when a member has died, so that what it has changed must be put back."""
+        self._redone = redone
         self._comm, self._data, self._replica, self._state = comm, data, replica, state
         self._progress, self._snapshots, self._checkpoint, self._dry = progress, snapshots, checkpoint, dry
         self.ballot: Handle | None = None
@@ -74,7 +77,7 @@ class Rounds:
                 self._snapshots.give_when_due()
                 if self._progress.finished():
                     return self._comm.leave()
-                if len(self._comm.members) > 1:
+                if self._redone and len(self._comm.members) > 1:
                     self._state.remember()
                 self._vote(propose())
                 self._take_step()

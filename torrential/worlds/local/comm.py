@@ -6,24 +6,29 @@ import dataclasses
 import os
 import queue
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from torrential.comm.carrier import Operation
 from torrential.comm.choosing import Chooser
 from torrential.comm.hierarchical import HierarchicalCarrier
+from torrential.comm.letterbox import LetterBox
 from torrential.comm.messenger import Messenger, settle
 from torrential.comm.native import NativeCarrier
+from torrential.comm.points import PointToPoint
 from torrential.comm.post import Post
-from torrential.comm.protocol import Handle, Meter, Part, Standing
+from torrential.comm.protocol import Group, Handle, Meter, Part, Standing
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.shared import MAIL_BYTES, MAX_RANKS, WORDS, SharedCarrier
 from torrential.config import Settings
-from torrential.errors import PeerLost, Regrouped
+from torrential.errors import PeerLost, Regrouped, RunFailed
 from torrential.records import Event
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, Link
@@ -44,9 +49,7 @@ class LocalComm(LocalMail):
         self.rank, self._settings, self._messenger = rank, settings, messenger
         self.members: tuple[int, ...] = ()
         self.generation = 0
-        self._pinged = False  # asked whether we wait; where there are servers, that is a letter
-        if post is None:
-            link.route(self._ping, m.Ping)
+        self._pinged = False  # asked whether we wait
         self._box = link.box(m.AllStopped, m.Go)
         self._workers = workers
         self._small: SharedCarrier | ScheduledCarrier
@@ -58,8 +61,18 @@ class LocalComm(LocalMail):
             )
         else:
             self._small = ScheduledCarrier(rank, self.meter, self.check, settings.timeout, messenger)
-        self._small.overdue, self._small.relieved = self._suspect, lambda operation: self._relieved(operation.indirect)
+        self._complain_for(self._small)
+        self._groups: dict[tuple[int, ...], SharedCarrier | ScheduledCarrier] = {}  # of this generation
+        self._points = PointToPoint(
+            self._box_of_parcels() if messenger is None else messenger,
+            self.meter,
+            self.check,
+            settings.timeout,
+            lambda waited: self._link.send(m.Suspect(-1, waited)),
+            self._relieved,
+        )
         self._native = None
+        self._group_of_torch: NativeCarrier | None = None
         if backend is not None:
             self._native = NativeCarrier(rank, self.meter, self.check, settings.timeout, backend)
             self._native.overdue = lambda waited: self._link.send(m.Suspect(-1, waited))
@@ -71,17 +84,22 @@ class LocalComm(LocalMail):
                 self, lambda name, tensor: self._all_reduce(name, tensor).wait(), names, settings.transport, kept
             )
 
+    def _complain_for(self, carrier: SharedCarrier | ScheduledCarrier) -> None:
+        carrier.overdue, carrier.relieved = self._suspect, lambda operation: self._relieved(operation.indirect)
+
     def _shared(self, name: str, meter: Meter) -> SharedCarrier:
         counters = self._buffers.get(f"counters{name}", MAX_RANKS * 2 * WORDS, torch.int64, None)
         spin = self._workers <= len(os.sched_getaffinity(0))
         timeout = self._settings.timeout
-        return SharedCarrier(self.rank, meter, self.check, timeout, counters, self._mail, self._buffers.twin, spin)
+        return SharedCarrier(
+            self.rank, meter, self.check, timeout, counters, partial(self._mail, name), self._buffers.twin, spin
+        )
 
     def _host(self, rank: int) -> int:
         return rank * self._settings.hosts // self._workers
 
-    def _mail(self, rank: int) -> Tensor:
-        return self._buffers.get("mail", 2 * MAIL_BYTES, torch.uint8, rank).view(2, MAIL_BYTES)
+    def _mail(self, name: str, rank: int) -> Tensor:
+        return self._buffers.get(f"mail{name}", 2 * MAIL_BYTES, torch.uint8, rank).view(2, MAIL_BYTES)
 
     # -- computing ----------------------------------------------------------------------------------------------
     def compute(self, samples: float, work: Callable[[], T]) -> T:
@@ -122,6 +140,39 @@ class LocalComm(LocalMail):
     def barrier(self) -> Handle:
         return self._small.barrier()
 
+    # -- groups, and one member to another ---------------------------------------------------------------------
+    def group(self, ranks: Sequence[int]) -> Group:
+        members = tuple(sorted(ranks))
+        if members not in self._groups:
+            name = ",".join(map(str, members))
+            carrier: SharedCarrier | ScheduledCarrier
+            if self._messenger is None:
+                carrier = self._shared(f"/{name}", self.meter)
+            else:
+                carrier = ScheduledCarrier(
+                    self.rank, self.meter, self.check, self._settings.timeout, self._messenger, f"{name}:"
+                )
+            self._complain_for(carrier)
+            carrier.regroup(self.generation, members)
+            self._groups[members] = carrier
+        return self._groups[members]
+
+    def process_group(self) -> ProcessGroup:
+        if self._native is not None:
+            raise RunFailed("the strategy uses torch.distributed by itself; leave out algorithm=native")
+        own_gpu = torch.cuda.is_initialized() and self._workers <= torch.cuda.device_count()  # initialized: it has one
+        backend = "nccl" if own_gpu else "gloo"
+        self._group_of_torch = NativeCarrier(self.rank, self.meter, self.check, self._settings.timeout, backend)
+        self._group_of_torch.regroup(tuple(range(self._workers)), self._buffers.file("meeting of all workers"))
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def send(self, tensor: Tensor, to: int, tag: str = "") -> Handle:
+        return self._points.send(tensor, to, tag)
+
+    def recv(self, into: Tensor, source: int, tag: str = "") -> Handle:
+        return self._points.recv(into, source, tag)
+
     # -- membership ---------------------------------------------------------------------------------------------
     def check(self) -> None:
         if self._pinged:
@@ -139,8 +190,10 @@ class LocalComm(LocalMail):
         if complained:
             self._link.send(m.Suspect(-1, 0.0))
 
-    def _ping(self, _: object) -> None:
+    def _ping(self, item: tuple[m.Ping, list[Tensor]]) -> None:
+        """It is answered from wherever this worker waits: in a collective, or for a letter."""
         self._pinged = True
+        super()._ping(item)
 
     def regroup(self, stand: Callable[[], int]) -> Standing:
         self._link.until(lambda: self._link.newest_generation > self.generation, "a new generation")
@@ -164,6 +217,10 @@ class LocalComm(LocalMail):
                 self._link.until(lambda: self._link.newest_generation > generation, "word of a lost peer")
                 self.check()
         self._small.regroup(generation, self.members)
+        self._groups.clear()
+        self._points.regroup()
+        if isinstance(self._points.channel, LetterBox):
+            self._points.channel.regroup(generation)
         if self._native is not None:
             self._small.barrier().wait()  # all are here: the library's own meeting is not left waiting for the dead
             try:
@@ -231,7 +288,8 @@ class LocalComm(LocalMail):
 
     def close(self) -> None:
         super().close()
-        if self._native is not None:
-            self._native.close()
+        for native in (self._native, self._group_of_torch):
+            if native is not None:
+                native.close()
         if self._messenger is not None:
             self._messenger.close()

@@ -112,8 +112,7 @@ class Buffers:
             return torch.empty(0, dtype=dtype)
         return self._open(key, numel * dtype.itemsize).view(dtype)
 
-    def _open(self, key: str, size: int) -> Tensor:
-        """`size` 0: as large as it is, if somebody has registered it."""
+    def _ask(self, key: str, size: int) -> m.Granted:
         self._link.send(m.BufferWanted(key, size))
         try:
             answer, _ = self._answers.get(timeout=60)
@@ -121,6 +120,12 @@ class Buffers:
             raise WaitedTooLong("the supervisor", 60, f"buffer {key}") from error
         if isinstance(answer, m.Refused):
             raise RunFailed(answer.reason)
+        assert isinstance(answer, m.Granted)
+        return answer
+
+    def _open(self, key: str, size: int) -> Tensor:
+        """`size` 0: as large as it is, if somebody has registered it."""
+        answer = self._ask(key, size)
         fd = os.open(f"/proc/{answer.pid}/fd/{answer.fd}", os.O_RDWR)
         try:
             mapped = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
@@ -129,6 +134,11 @@ class Buffers:
         with self._adding:
             bisect.insort(self._spans, (mapped.data_ptr(), mapped.data_ptr() + mapped.nbytes, key))
         return mapped
+
+    def file(self, key: str) -> str:
+        """The path of a file that is empty at first and may grow, common to all."""
+        granted = self._ask(key, -1)
+        return f"/proc/{granted.pid}/fd/{granted.fd}"
 
     def whole(self, key: str) -> Tensor:
         whole = self._whole.get(key)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from torrential.comm.letterbox import LetterBox, Parcel
 from torrential.comm.post import Contact, Post
 from torrential.comm.protocol import SERVERS, Handle, Letter, Meter, letter_by_letter
 from torrential.server.messages import Message, View
@@ -31,11 +33,15 @@ def ending(address: int, life: int) -> str:
 
 def open_post(spawn: Spawn) -> Post | None:
     """Where letters for a role arrive, from the moment that others hear of it."""
-    if not spawn.letters or spawn.role == "observer":
+    if spawn.role == "observer":
         return None
     mine = f"{spawn.address}-{spawn.role}-{spawn.rank}-{spawn.life}"
     where = "tcp:127.0.0.1:0" if spawn.transport == "tcp" else mine
     return Post(address_of(spawn.role, spawn.rank), spawn.life, where, spawn.token, Message)
+
+
+def _is_ping(letter: Letter) -> bool:
+    return letter.source < 0 and isinstance(letter.message, m.Ping)
 
 
 class LocalMail:
@@ -49,12 +55,14 @@ class LocalMail:
         self.meter = Meter()
         self.view = View(-1, (), ())
         self._began = time.monotonic()
+        self._parcels: LetterBox | None = None
+        self._kept: deque[Letter] = deque()  # read while somebody waited for a parcel
         self.first: int | None = None  # the version of the first view heard of
         if post is not None:
             self._lives: dict[int, int] = {}
             post.memory = buffers if shares_memory else None
             link.route(self._changed, m.Roster)
-            link.route(lambda item: post.announce(item[0]), m.Ping)
+            link.route(self._ping, m.Ping)
 
     def _changed(self, item: tuple[m.Roster, list[Tensor]]) -> None:
         assert self._post is not None
@@ -67,6 +75,10 @@ class LocalMail:
                 self._buffers.forget(ending(address, self._lives[address]))
                 self._lives[address] = life
         self._post.announce(roster.view)
+
+    def _ping(self, item: tuple[m.Ping, list[Tensor]]) -> None:
+        assert self._post is not None
+        self._post.announce(item[0])
 
     # -- clock and memory ---------------------------------------------------------------------------------------
     def now(self) -> float:
@@ -93,6 +105,25 @@ class LocalMail:
         self.meter.bytes_sent += sum(t.nbytes for t in tensors)
         return handle
 
+    def _box_of_parcels(self) -> LetterBox:
+        """Where tensors arrive that other members send; its letters are read with all others."""
+        assert self._post is not None
+        self._parcels = LetterBox(self._post, self._read_parcels)
+        return self._parcels
+
+    def _read_parcels(self, seconds: float) -> None:
+        """Wait for a letter, and keep it for whoever receives, unless it is a parcel."""
+        assert self._post is not None
+        letter = self._post.receive(seconds)
+        if letter is not None and not self._is_parcel(letter):
+            self._kept.append(letter)
+
+    def _is_parcel(self, letter: Letter) -> bool:
+        if self._parcels is None or not isinstance(letter.message, Parcel):
+            return False
+        self._parcels.deliver(letter.source, letter.message, letter.tensors)
+        return True
+
     def land(self, where: Callable[[Any], Sequence[Tensor] | None]) -> None:
         assert self._post is not None, "this strategy is not served"
         self._post.landing = where
@@ -100,9 +131,10 @@ class LocalMail:
     def receive(self, timeout: float | None = None) -> Letter | None:
         assert self._post is not None, "this strategy is not served"
         began = time.perf_counter()
-        letter = self._post.receive(timeout)
-        while letter is not None and letter.source < 0 and isinstance(letter.message, m.Ping):
-            self._link.send(m.Pong(self.waits_for()))
+        letter = self._kept.popleft() if self._kept else self._post.receive(timeout)
+        while letter is not None and (self._is_parcel(letter) or _is_ping(letter)):
+            if _is_ping(letter):
+                self._link.send(m.Pong(self.waits_for()))
             gone = time.perf_counter() - began
             letter = self._post.receive(None if timeout is None else max(0.0, timeout - gone))
         self.meter.wait += time.perf_counter() - began

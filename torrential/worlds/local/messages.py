@@ -26,7 +26,7 @@ class Hello(_Message, frozen=True):
 
 class BufferWanted(_Message, frozen=True):
     key: str
-    size: int  # bytes; 0: what it has, if it is there
+    size: int  # bytes; 0: what it has, if it is there; -1: a file that is empty at first and may grow
 
 
 class Stopped(_Message, frozen=True):

@@ -27,7 +27,7 @@ class Registry:
         self._granted = 0
 
     def grant(self, key: str, size: int) -> int | str:
-        """A descriptor, or why there is none. `size` 0: only if it is there."""
+        """A descriptor, or why there is none. `size` 0: only if it is there; -1: a file that is empty at first."""
         if key not in self._files:
             if not size:
                 return f"nobody has registered a buffer {key!r}"
@@ -37,9 +37,9 @@ class Registry:
                     f"use, {self._limit:,} were free at the start); use fewer workers or a smaller model"
                 )
             fd = os.memfd_create(f"torrential {key}", os.MFD_CLOEXEC)
-            os.ftruncate(fd, size)
+            os.ftruncate(fd, max(0, size))
             self._files[key] = fd
-            self._granted += size
+            self._granted += max(0, size)
         return self._files[key]
 
     def path(self, key: str) -> str:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
 from torrential.comm.messenger import Key
 from torrential.comm.outbox import Outgoing
+from torrential.comm.points import PointToPoint
 from torrential.comm.protocol import Handle, Part, Standing, role_name
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.schedules.base import Costs
 from torrential.config import RunConfig
-from torrential.errors import Regrouped, WaitedTooLong
+from torrential.errors import Regrouped, RunFailed, WaitedTooLong
 from torrential.trainer.backward import Work
 from torrential.worlds.sim.group import Group
 from torrential.worlds.sim.mail import ADD, COPY, HEADER, Hub, SimMail, as_now
@@ -100,6 +101,8 @@ class SimComm(SimMail):
         self.generation = 0
         self.messenger = SimMessenger(self)
         self.carrier = ScheduledCarrier(rank, self.meter, self.check, config.settings.timeout, self.messenger)  # type: ignore[arg-type]
+        self._groups: dict[tuple[int, ...], SimGroup] = {}  # of this generation
+        self._points = PointToPoint(self.messenger, self.meter, self.check, config.settings.timeout)
         self._seconds_per_sample, self._batch = seconds_per_sample, 0
         self._later: list[tuple[float, Callable[[], None]]] = []
 
@@ -171,6 +174,31 @@ class SimComm(SimMail):
     def barrier(self) -> Handle:
         return self.carrier.barrier()
 
+    # -- groups, and one member to another ---------------------------------------------------------------------------
+    def group(self, ranks: Sequence[int]) -> SimGroup:
+        members = tuple(sorted(ranks))
+        if members not in self._groups:
+            carrier = ScheduledCarrier(
+                self.rank,
+                self.meter,
+                self.check,
+                self._config.settings.timeout,
+                self.messenger,  # type: ignore[arg-type]
+                f"{','.join(map(str, members))}:",
+            )
+            carrier.regroup(self.generation, members)
+            self._groups[members] = SimGroup(carrier)
+        return self._groups[members]
+
+    def process_group(self) -> NoReturn:
+        raise RunFailed("torch.distributed connects real processes; use --world local")
+
+    def send(self, tensor: Tensor, to: int, tag: str = "") -> Handle:
+        return self._points.send(tensor, to, tag)
+
+    def recv(self, into: Tensor, source: int, tag: str = "") -> Handle:
+        return self._points.recv(into, source, tag)
+
     # -- membership -----------------------------------------------------------------------------------------------
     def check(self) -> None:
         if self._group.generation > self.generation:
@@ -183,6 +211,8 @@ class SimComm(SimMail):
         self.together = self.hub.shared and self._alone
         self.messenger.regroup(self.generation)
         self.carrier.regroup(self.generation, self.members)
+        self._points.regroup()
+        self._groups.clear()
         return standing
 
     def suspect(self, address: int, seconds: float) -> None:
@@ -191,6 +221,18 @@ class SimComm(SimMail):
 
     def leave(self, last: Callable[[], None] | None = None) -> None:
         self._group.leave(self, last)
+
+
+class SimGroup:
+    """Implements comm.protocol.Group, by messages."""
+
+    def __init__(self, carrier: ScheduledCarrier) -> None:
+        self._carrier, self.members = carrier, carrier.members
+        self.reduce_scatter, self.all_gather = carrier.reduce_scatter, carrier.all_gather
+        self.broadcast, self.barrier = carrier.broadcast, carrier.barrier
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        return self._carrier.all_reduce(tensor)
 
 
 class _InMemory:

@@ -1,0 +1,122 @@
+"""Tensors from one member to another, over whatever carries messages between them.
+
+    member 1   send(activation, to=2, tag="forward") ──►   member 2   recv(into, source=1, tag="forward")
+
+What one member sends another under one tag arrives in order. Both sides belong to one generation: when members change,
+waits raise Regrouped, and what was on its way is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from torrential.comm.outbox import Outgoing
+from torrential.comm.protocol import Meter
+from torrential.errors import WaitedTooLong
+
+REST_SECONDS = 2e-3
+
+
+class Channel(Protocol):
+    """Messages by tag between members of one generation."""
+
+    def send(self, to: int, tag: str, tensors: Sequence[Tensor]) -> Outgoing: ...
+
+    def arrived(self, source: int, tag: str) -> bool: ...
+
+    def take(self, source: int, tag: str) -> list[Tensor]: ...
+
+    def pause(self, seconds: float) -> None:
+        """Sleep until something may have arrived or left."""
+
+
+class PointToPoint:
+    """One member's ends of such transfers."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        meter: Meter,
+        check: Callable[[], None],
+        timeout: float,
+        overdue: Callable[[float], None] | None = None,
+        relieved: Callable[[], None] | None = None,
+    ) -> None:
+        """`check` raises Regrouped when members have changed. `overdue` is told, instead of giving up, how long a wait
+        has lasted, again and again; `relieved`, that it is over."""
+        self.channel, self.meter, self.check, self.timeout = channel, meter, check, timeout
+        self.overdue, self.relieved = overdue, relieved
+        self._sent: Counter[tuple[int, str]] = Counter()
+        self._received: Counter[tuple[int, str]] = Counter()
+
+    def regroup(self) -> None:
+        """A new generation begins: transfers are counted anew."""
+        self._sent.clear()
+        self._received.clear()
+
+    def send(self, tensor: Tensor, to: int, tag: str) -> Transfer:
+        number = self._sent[to, tag]
+        self._sent[to, tag] += 1
+        self.meter.bytes_sent += tensor.nbytes
+        return Transfer(self, to, self.channel.send(to, f"to/{tag}/{number}", [tensor.detach().contiguous()]))
+
+    def recv(self, into: Tensor, source: int, tag: str) -> Arrival:
+        number = self._received[source, tag]
+        self._received[source, tag] += 1
+        return Arrival(self, source, f"to/{tag}/{number}", into)
+
+    def finish(self, done: Callable[[], bool], whom: int, what: str, timeout: float | None) -> None:
+        began = self.meter.clock()
+        limit, late = self.timeout if timeout is None else timeout, False
+        try:
+            while not done():
+                self.check()
+                waited = self.meter.clock() - began
+                if waited > limit:
+                    if self.overdue is None:
+                        raise WaitedTooLong(f"worker {whom}", waited, what)
+                    late = True
+                    self.overdue(waited)
+                    limit += self.timeout
+                self.channel.pause(REST_SECONDS)
+        finally:
+            if late and self.relieved is not None:
+                self.relieved()
+            self.meter.wait += self.meter.clock() - began
+
+
+class Transfer:
+    """The handle of a tensor that is being sent; done when it may be changed."""
+
+    def __init__(self, points: PointToPoint, to: int, outgoing: Outgoing) -> None:
+        self._points, self._to, self._outgoing = points, to, outgoing
+
+    def done(self) -> bool:
+        return self._outgoing.done()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._points.finish(self._outgoing.done, self._to, "to take a tensor", timeout)
+
+
+class Arrival:
+    """The handle of a tensor that is to come."""
+
+    def __init__(self, points: PointToPoint, source: int, tag: str, into: Tensor) -> None:
+        self._points, self._source, self._tag, self._into = points, source, tag, into
+        self._here = False
+
+    def done(self) -> bool:
+        if not self._here and self._points.channel.arrived(self._source, self._tag):
+            (came,) = self._points.channel.take(self._source, self._tag)
+            if not self._into.is_meta:
+                self._into.copy_(came.view(self._into.shape))
+            self._here = True
+        return self._here
+
+    def wait(self, timeout: float | None = None) -> Tensor:
+        self._points.finish(self.done, self._source, "a tensor", timeout)
+        return self._into
