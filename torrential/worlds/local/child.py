@@ -30,10 +30,10 @@ CONNECT_SECONDS = 660.0  # as long as a run may take to start
 
 def main(spawn: Spawn) -> int:
     messenger = None
-    if spawn.role == "worker" and spawn.transport != "shared" and not spawn.letters:
+    if spawn.role == "worker" and spawn.transport != "shared" and spawn.regroups:
         mine = "tcp:127.0.0.1:0" if spawn.transport == "tcp" else f"{spawn.address}-{spawn.rank}-{spawn.life}"
         messenger = Messenger(spawn.rank, spawn.life, mine, spawn.token)
-    post = open_post(spawn)
+    post = None if spawn.role == "observer" else open_post(spawn)
     hello = m.Hello(
         spawn.role,
         spawn.rank,
@@ -53,6 +53,7 @@ def main(spawn: Spawn) -> int:
                 assert post is not None
                 serve(job, spawn.rank, link, post)
             else:
+                assert post is not None
                 worker, comm = _build(job, spawn.rank, spawn.life, link, messenger, post)
                 link.send(m.Ready())
                 if job.strategy.served:
@@ -77,7 +78,7 @@ def _open(spawn: Spawn) -> Job:
 
 
 def _build(
-    job: Job, rank: int, life: int, link: Link, messenger: Messenger | None, post: Post | None
+    job: Job, rank: int, life: int, link: Link, messenger: Messenger | None, post: Post
 ) -> tuple[Any, LocalComm]:
     config = job.config
     cores = len(os.sched_getaffinity(0))
@@ -91,9 +92,9 @@ def _build(
     native = config.settings.algorithm == "native"
     backend = None if not native else ("nccl" if own_gpu else "gloo")
     buffers = Buffers(link, rank)
-    comm = LocalComm(
-        rank, config.workers, link, buffers, messenger, post, config.settings, backend, job.directory / "costs.json"
-    )
+    kept = job.directory / "costs.json"
+    comm = LocalComm(rank, config.workers, link, buffers, messenger, post, config.settings, backend, kept)
+    comm.own_memory = job.strategy.served
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
     if job.strategy.served:
         return ServedWorker(job.task, config, job.strategy, comm, outlet, device, job.checkpoint, life > 0), comm
