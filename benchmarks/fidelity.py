@@ -18,7 +18,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -28,17 +28,20 @@ from statistics import median, pstdev
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import torrential as tt
 from benchmarks.models import WORKLOADS, mlp
 from benchmarks.sync import NEVER, describe, machine
 from torrential.comm.post import BRISK_SECONDS
+from torrential.comm.protocol import role_of
+from torrential.membership.messages import Dismissed, Go
+from torrential.membership.roles import Who
 from torrential.records import Step
 from torrential.strategies import STRATEGIES
 from torrential.strategies.base import needs_servers
 from torrential.tasks.digits import digits
-from torrential.worlds.local.servers import Servers
+from torrential.worlds.local.crew import Crew
 from torrential.worlds.sim.mail import COPY, LOOK
 from torrential.worlds.sim.timed import update
 
@@ -126,21 +129,21 @@ def _time(key: Key, task: tt.Task, steps: int, warmup: float, window: int, **opt
 def _server_seconds() -> Iterator[list[float]]:
     """What the processor did for the server of a run, while workers were training."""
     found: list[float] = []
-    begin, dismiss = Servers.begin, Servers.dismiss
+    send = Crew.send
 
-    def began(self: Servers, *args: Any) -> None:
-        found.extend(-_processor(server.pid) for server in self._here.values())
-        begin(self, *args)
+    def watched(self: Crew, who: Who, message: Any, tensors: Sequence[Tensor] = ()) -> None:
+        servers = [p.pid for p in self.processes.values() if role_of(p.who.address)[0] == "server"]
+        if isinstance(message, Go) and who.address == 0:  # workers begin; nobody dies here, so this is said once
+            found.extend(-_processor(pid) for pid in servers)
+        elif isinstance(message, Dismissed) and who.address == 0:
+            found.extend(_processor(pid) for pid in servers)
+        send(self, who, message, tensors)
 
-    def dismissed(self: Servers) -> None:
-        found.extend(_processor(server.pid) for server in self._here.values())
-        dismiss(self)
-
-    Servers.begin, Servers.dismiss = began, dismissed  # type: ignore[method-assign]
+    Crew.send = watched  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        Servers.begin, Servers.dismiss = begin, dismiss  # type: ignore[method-assign]
+        Crew.send = send  # type: ignore[method-assign]
 
 
 def _processor(pid: int) -> float:

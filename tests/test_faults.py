@@ -20,8 +20,9 @@ from command import Command
 
 from torrential import run as running
 from torrential.errors import RunFailed
+from torrential.membership import liveness
 from torrential.records import Evaluation, Event, Record, Step, Summary, read_records
-from torrential.worlds.local import liveness, warm
+from torrential.worlds.local import warm
 from torrential.worlds.local.launch import Launch
 
 pytestmark = pytest.mark.timeout(120)

@@ -14,7 +14,7 @@ LAYERS = [
     | {"descriptors", "files", "fused", "locks", "processes", "streams"},
     {"data", "optim", "shipping", "tasks"},
     {"comm"},
-    {"params", "server"},
+    {"params", "server", "membership"},
     {"strategies"},
     {"checkpoint", "trainer"},
     {"worlds", "prepare", "run", "progress", "terminal", "completion"},

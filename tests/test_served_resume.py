@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from safetensors.torch import load_file
@@ -13,11 +13,7 @@ from safetensors.torch import load_file
 import torrential as tt
 from tests import test_faults
 from tests.test_faults import Run, checkpoints, evaluated
-from torrential.comm.protocol import SERVERS
 from torrential.records import Evaluation, Summary
-from torrential.worlds.local import messages as m
-from torrential.worlds.local.crew import Member
-from torrential.worlds.local.doubts import Doubts
 
 pytestmark = pytest.mark.timeout(120)
 start = test_faults.start
@@ -94,85 +90,3 @@ def test_the_one_that_is_hung_is_named_and_ended(start: Callable[..., Run]) -> N
     assert [e.detail.partition(":")[0] for e in run.events("server_hung")] == ["server 0"]
     assert [e.worker for e in run.events("worker_hung")] == [1]
     assert [e.worker for e in run.events("worker_lost")] == [1] and len(run.events("server_lost")) == 1
-
-
-class Role(Member):
-    """One that only notes what it is told."""
-
-    def __init__(self, role: str, rank: int) -> None:
-        super().__init__(role, rank, 0, heard=0.0)
-        self.told: list[object] = []
-        self.ended = False
-
-    def send(self, message: object, tensors: object = ()) -> None:
-        self.told.append(message)
-
-    def kill(self) -> None:
-        self.ended = True
-
-
-class Scene:
-    """Three workers and two servers, and a clock; a role is hung after 10 seconds, and has 2 to answer."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr("torrential.worlds.local.doubts.time.monotonic", lambda: self.now)
-        self.workers = {rank: Role("worker", rank) for rank in range(3)}
-        self.servers = {number: Role("server", number) for number in range(2)}
-        self.events: list[tuple[str, int | None, str]] = []
-        self.doubts = Doubts(10.0, self.workers, self.servers, lambda *event: self.events.append(event))
-
-    def look(self, after: float, awaited: Sequence[Role] = ()) -> bool:
-        self.now += after
-        return self.doubts.look(list(self.workers.values()), list(awaited))
-
-    def ended(self) -> list[str]:
-        return [role.name for role in [*self.workers.values(), *self.servers.values()] if role.ended]
-
-
-@pytest.fixture
-def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
-    return Scene(monkeypatch)
-
-
-def test_a_server_that_does_not_answer_is_hung(scene: Scene) -> None:
-    for server in (0, 1):
-        scene.doubts.suspect(scene.workers[2], m.Suspect(SERVERS + server, 10.0))
-    scene.doubts.pong(scene.servers[0], m.Pong([(SERVERS + 1, 30.0)]), [])
-    assert not scene.look(1.9) and not scene.events
-    assert not scene.look(0.2) and scene.ended() == ["server 1"]
-    assert scene.events == [("server_hung", None, "server 1: worker 2 waited 10 s for it; ended")]
-
-
-def test_a_worker_that_servers_wait_for_is_hung_if_it_does_not_answer(scene: Scene) -> None:
-    scene.doubts.suspect(scene.workers[0], m.Suspect(SERVERS, 10.0))
-    scene.doubts.pong(scene.servers[0], m.Pong([(1, 9.0), (2, 11.0)]), [])  # worker 1 has been heard of since
-    assert scene.workers[1].told == [] and scene.workers[2].told == [m.Ping()]
-    scene.look(2.1)
-    assert scene.ended() == ["worker 2"]
-    assert scene.events == [("worker_hung", 2, "server 0 waited 11 s for it; ended")]
-
-
-def test_whoever_waits_itself_is_not_hung_nor_is_one_that_the_observer_keeps_waiting(scene: Scene) -> None:
-    scene.workers[1].delayed = True
-    scene.doubts.suspect(scene.workers[0], m.Suspect(SERVERS, 10.0))
-    scene.doubts.pong(scene.servers[0], m.Pong([(1, 11.0), (2, 11.0)]), [])
-    scene.doubts.pong(scene.workers[2], m.Pong(), [])
-    scene.look(50.0)
-    assert scene.ended() == [] and scene.events == []
-
-
-def test_those_who_are_finished_wait_for_nobody_who_is_hung(scene: Scene) -> None:
-    scene.workers[0].heard = 95.0
-    assert not scene.look(0.0, [scene.workers[0], scene.workers[1]])
-    assert not scene.look(2.1, [scene.workers[0], scene.workers[1]]) and scene.ended() == ["worker 1"]
-
-
-def test_a_run_in_which_all_wait_and_nobody_is_hung_is_given_up(scene: Scene) -> None:
-    for seconds in range(0, 16, 2):
-        for worker in scene.workers.values():
-            scene.doubts.suspect(worker, m.Suspect(SERVERS, 10.0 + seconds))
-        scene.doubts.pong(scene.servers[0], m.Pong([(rank, 1.0) for rank in range(3)]), [])
-        stuck = scene.look(2.0)
-        assert stuck == (seconds + 2.0 > 14.0)
-    assert scene.ended() == []

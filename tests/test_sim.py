@@ -113,7 +113,7 @@ def test_faults_that_are_over_do_not_strike_again_when_a_run_is_resumed(tmp_path
     tt.train("digits-mlp", resume=part.out, progress=False)
     events = [(r.event, r.worker) for r in read_records(part.out / RECORDS) if isinstance(r, Event)]
     after = events[events.index(("resumed", None)) + 1 :]
-    assert after == [("slow-link", None), ("worker_lost", 2), ("regrouped", None)]
+    assert after == [("slow-link", None), ("worker_lost", 2)]  # before the workers first met
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "ssp"])

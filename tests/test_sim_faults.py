@@ -14,7 +14,11 @@ from typer.testing import CliRunner
 
 import torrential as tt
 from torrential.errors import RunFailed
+from torrential.membership.generations import Generations
+from torrential.membership.messages import Go, Standing
+from torrential.membership.roll import Member
 from torrential.records import Event, Step
+from torrential.server import ring
 from torrential.server.consistency import ALWAYS, Consistency
 from torrential.server.shard import Shard
 from torrential.strategies import STRATEGIES
@@ -86,11 +90,16 @@ def test_all_roles_of_a_host_die_at_once_and_come_back(
     told = [event for event in events(result) if event[0] not in ("regrouped", "server_filled")]
     lost = [told for told in told if told[0].endswith("lost")]
     assert lost[0] == ("host_lost", None, f"host 1: {here}")
-    workers = [("worker_lost", 2, "it crashed"), ("worker_lost", 3, "it crashed")]
+    workers = [("worker_lost", 2, ""), ("worker_lost", 3, "")]
     numbers = range(1, servers or 0, 2)
-    assert lost[1:] == workers + [("server_lost", None, f"server {n}") for n in numbers]
+    heirs = {n: (n + 1) % (servers or 1) for n in numbers}
+    assert lost[1:] == workers + [
+        ("server_lost", None, f"server {n}; its ranges go to server {heir}") for n, heir in heirs.items()
+    ]
     joined = [("worker_joined", 2, ""), ("worker_joined", 3, "")]
-    assert told[len(lost) :] == joined + [("server_joined", None, f"server {n}") for n in numbers]
+    assert told[len(lost) :] == joined + [
+        ("server_joined", None, f"server {n}, 0.09 s after it was lost") for n in numbers
+    ]
     assert result.summary.samples == 2 * 1350
 
 
@@ -176,16 +185,33 @@ def stay(self: SimComm) -> None:
     """Members change, and this one goes on waiting for those that were."""
 
 
+stands = Generations.stands
+
+
+def count_twice(self: Generations, worker: Member, message: Standing, began: float) -> Go | None:
+    """Where one worker stands is taken for where the next one does, too."""
+    ranks = sorted(self._roll.workers)
+    other = self._roll.workers[ranks[(ranks.index(worker.number) + 1) % len(ranks)]]
+    return stands(self, other, message, began) or stands(self, worker, message, began)
+
+
+def keep_the_dead(table: ring.Table, server: int, replicas: int = 0) -> ring.Table:
+    """The next view has a dead server answer for what it answered for."""
+    return table
+
+
 @pytest.mark.parametrize(
     ("where", "name", "bug", "says"),
     [
-        (Shard, "answered", skip_dedupe, "as applied and as dropped|not the sum|updates; "),
+        (Shard, "answered", skip_dedupe, "as applied and as dropped|not the sum|updates; |waited"),
         (Consistency, "needs", wait_for_less, "staleness|older than"),
         (SimComm, "check", stay, "waited|no end|nobody can go on"),
+        (Generations, "stands", count_twice, "different parameters|off plain training|not all of it was done"),
+        (ring, "leave", keep_the_dead, "waited|no end|nobody can go on|AssertionError"),
     ],
 )
 def test_a_planted_bug_is_found(
-    where: type, name: str, bug: Callable[..., Any], says: str, monkeypatch: pytest.MonkeyPatch
+    where: Any, name: str, bug: Callable[..., Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, name, bug)
     with pytest.raises(Failure, match=says) as found:

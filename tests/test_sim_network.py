@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,10 @@ import torch
 from torrential.comm.protocol import Letter
 from torrential.comm.schedules import ALGORITHMS
 from torrential.config import RunConfig, Settings
+from torrential.membership.machine import Membership
+from torrential.membership.messages import Ready
+from torrential.membership.roles import Members, Who
+from torrential.membership.roll import Rules
 from torrential.worlds.sim.cluster import make_cluster
 from torrential.worlds.sim.comm import SimComm
 from torrential.worlds.sim.group import Group
@@ -189,12 +194,28 @@ def all_reduce_seconds(algorithm: str, nbytes: int, members: int = 16) -> float:
     return all_reduce(algorithm, nbytes, members)[0]
 
 
+class Stage:
+    """A world in which nothing happens but collectives."""
+
+    start: Callable[[Who], Ready]
+
+    def observe(self, *_: Any) -> None:
+        raise AssertionError("nobody observes")
+
+    def event(self, *_: Any) -> None:
+        raise AssertionError("nothing happens")
+
+    def state(self, *_: Any) -> None: ...
+
+
 def all_reduce(algorithm: str, nbytes: int, members: int = 16) -> tuple[float, float]:
     """Seconds in all, and of the busiest line: the shipped executor, messages that have a size and no contents."""
     network = {"latency": 100e-6, "bandwidth": 1e9, "handling": 0.0}
     kernel = Kernel()
     hub = Hub(kernel, make_cluster({"network": network}), seed=0)
-    group = Group(hub, served=False)
+    membership = Membership([Members("worker", members, "regroup")], Rules(timeout=60.0))
+    stage = Stage()
+    group = Group(hub, membership, stage)
     config = made(Settings(algorithm=algorithm))  # type: ignore[arg-type]
     began, ended = list[float](), list[float]()
 
@@ -204,10 +225,13 @@ def all_reduce(algorithm: str, nbytes: int, members: int = 16) -> tuple[float, f
         comm.all_reduce(torch.empty(nbytes // 4, device="meta")).wait()
         ended.append(kernel.now)
 
-    comms = [SimComm(hub, group, config, rank, 0.0) for rank in range(members)]
-    for comm in comms:
-        comm.role = kernel.role(f"worker {comm.rank}", lambda comm=comm: program(comm), uses_torch=False)  # type: ignore[misc]
-    group.join(*comms)
+    def start(who: Who) -> Ready:
+        comm = SimComm(hub, group, config, who.address, 0.0)
+        comm.role = kernel.role(str(who), lambda: program(comm), uses_torch=False)
+        return Ready()
+
+    stage.start = start
+    group.start()
     kernel.run()
     assert not kernel.failures and len(ended) == members
     lines = (*hub.network._out.values(), *hub.network._in.values())

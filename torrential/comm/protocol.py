@@ -6,8 +6,9 @@ simulation. Concurrency is by handles: a call that moves data starts it and retu
 `rank` is a worker's number for life. `members` are the ranks that form the current group, in ascending order; when one
 dies or joins, `generation` grows by one and every wait in flight raises `Regrouped`.
 
-Besides collectives there are letters, between any two roles. An `address` is a worker's rank, or SERVERS + a server's
-number. Whoever lives by letters alone is not interrupted by deaths: it reads in the newest `view` who is there.
+Besides collectives there are letters, between any two roles. An `address` is a worker's rank, SERVERS + a server's
+number, COORDINATORS + a coordinator's number, or OBSERVER. Whoever lives by letters alone is not interrupted by deaths:
+it reads in the newest `view` who is there.
 """
 
 from __future__ import annotations
@@ -28,17 +29,29 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SERVERS = 1 << 16  # the address of server 0
-COORDINATORS = 2 << 16  # of coordinator 0
+COORDINATORS = 2 << 16  # the address of coordinator 0
 OBSERVER = 3 << 16
 
 
-def role_name(address: int) -> str:
-    """What a role is called in what people read."""
+def role_of(address: int) -> tuple[str, int]:
+    """The role at an address, and its number among the members of that role."""
     if address >= OBSERVER:
-        return "observer"
+        return "observer", address - OBSERVER
     if address >= COORDINATORS:
-        return f"coordinator {address - COORDINATORS}"
-    return f"worker {address}" if address < SERVERS else f"server {address - SERVERS}"
+        return "coordinator", address - COORDINATORS
+    return ("server", address - SERVERS) if address >= SERVERS else ("worker", address)
+
+
+def address_of(role: str, number: int) -> int:
+    """The address of a role's member; the inverse of `role_of`."""
+    first = {"worker": 0, "server": SERVERS, "coordinator": COORDINATORS, "observer": OBSERVER}
+    return first[role] + number
+
+
+def role_name(address: int) -> str:
+    """What people call the role at an address: "worker 3", "server 0", "coordinator 0", "observer"."""
+    role, number = role_of(address)
+    return role if role == "observer" else f"{role} {number}"
 
 
 class Handle(Protocol):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torrential.comm.protocol import SERVERS, Letter
 from torrential.data.batches import Batches
 from torrential.data.deal import Deal, order
+from torrential.membership.machine import Membership
 from torrential.server.messages import Done, Push, Range, Refused, Take
 from torrential.server.role import Server
 from torrential.server.shard import Shard
@@ -30,10 +31,8 @@ from torrential.trainer.randomness import seed_all
 from torrential.trainer.serving import ServerPlan
 from torrential.trainer.snapshot import Snapshot
 from torrential.worlds.base import Job
-from torrential.worlds.sim.group import Group
 from torrential.worlds.sim.kernel import Kernel
 from torrential.worlds.sim.mail import Hub
-from torrential.worlds.sim.views import Views
 
 MOST_SECONDS = 600.0  # virtual ones
 MOST_EVENTS = 200_000
@@ -74,8 +73,8 @@ class Audit:
             raise Violation(self._wrong[0])
 
     # -- what the world tells -------------------------------------------------------------------------------------
-    def begin(self, kernel: Kernel, hub: Hub, group: Group, views: Views | None) -> None:
-        self._kernel, self._hub, self._group, self._views = kernel, hub, group, views
+    def begin(self, kernel: Kernel, hub: Hub, membership: Membership) -> None:
+        self._kernel, self._hub, self._membership = kernel, hub, membership
         kernel.happens = lambda *what: self.events.append(what)
         kernel.between = self._between
         hub.posted = self._posted
@@ -90,9 +89,8 @@ class Audit:
         if self._ledger is None or snapshot.dealer is None or not self._linear:
             return
         if not self._hub.cluster.accidents.loss and self._consistency.first is None:
-            assert self._views is not None
             what = f"parameters of the checkpoint at {snapshot.step}"
-            self._ledger.explain(flat["float64"], self._views.view.table, what, snapshot.dealer)
+            self._ledger.explain(flat["float64"], self._table(), what, snapshot.dealer)
 
     def end(self) -> None:
         """All workers are finished; servers may still have something to tell each other."""
@@ -113,6 +111,7 @@ class Audit:
             self._living = len(self._hub.mails)
             for address in [a for a, role in self._roles.items() if self._hub.mails.get(a) is not role.comm]:
                 self._died(address)
+            self._look_for_losses()
         if self._ledger is None:
             for rank, worker in self._roles.items():
                 if worker.step != self._steps[rank]:  # type: ignore[union-attr]
@@ -127,21 +126,24 @@ class Audit:
         self._executing.pop(address, None)
         for by_member in self._parameters.values():
             by_member.pop(address, None)
-        if address >= SERVERS:
-            assert self._views is not None
-            for r in self._views.view.table:
-                if not any(self._holds(member, r) for member in r.chain):
-                    self.lost = f"parameters {r.start} to {r.stop}"
-            return
-        if self._ledger is not None:
+        if self._ledger is None:
+            if all(worker.applied < 0 for worker in self._roles.values()):  # type: ignore[union-attr]
+                self.lost = "all workers that had parameters"
+        elif address < SERVERS:
             self._ledger.died(address)
-        if not any(a < SERVERS for a in self._roles):
+
+    def _look_for_losses(self) -> None:
+        """Whether something is gone that the run cannot go on without."""
+        for r in self._table():
+            if not any(self._holds(member, r) for member in r.chain):
+                self.lost = f"parameters {r.start} to {r.stop}"
+        if not any(address < SERVERS for address in self._hub.mails):
             self.lost = "all workers"
-        elif self._ledger is None and all(worker.applied < 0 for worker in self._roles.values()):  # type: ignore[union-attr]
-            self.lost = "all workers that had parameters"
 
     def _holds(self, address: int, r: Range) -> bool:
-        server = self._roles.get(address)
+        server, mail = self._roles.get(address), self._hub.mails.get(address)
+        if server is None and mail is not None and mail.who.life == 0:
+            return True  # it waits for its first view, with the parameters that all begin with
         links = server._links.values() if isinstance(server, Server) else ()
         return any(link.start <= r.start and r.stop <= link.stop and link.holds for link in links)
 
@@ -169,7 +171,7 @@ class Audit:
             return
         self._executing[worker] = clock
         for other, at in self._executing.items():
-            if abs(clock - at) > staleness and other not in self._group.left:
+            if abs(clock - at) > staleness and other not in self._membership.finished:
                 self._complain(
                     f"worker {worker} began clock {clock} while worker {other} executes clock {at} "
                     f"(staleness: {staleness})"
@@ -219,8 +221,8 @@ class Audit:
 
     # -- servers --------------------------------------------------------------------------------------------------
     def _look_at_servers(self, finished: bool) -> None:
-        assert self._ledger is not None and self._views is not None
-        config, table = self._job.config, self._views.view.table
+        assert self._ledger is not None
+        config, table = self._job.config, self._table()
         whole = torch.zeros(table[-1].stop, dtype=torch.float64)
         for r in table:
             head = self._shard(r.chain[0], r)
@@ -237,6 +239,10 @@ class Audit:
         assert dealer is not None
         if finished and (not dealer.finished() or dealer.used != dict.fromkeys(range(config.epochs), config.samples)):
             self._complain(f"the dealer is not at its end: {dealer}")
+
+    def _table(self) -> tuple[Range, ...]:
+        view = self._membership.view
+        return () if view is None else view.table
 
     def _shard(self, address: int, r: Range) -> Shard:
         server = self._roles.get(address)

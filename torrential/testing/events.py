@@ -9,6 +9,7 @@ import msgspec
 
 from torrential.comm.protocol import Letter, role_name
 from torrential.worlds.sim.comm import SimMessenger
+from torrential.worlds.sim.group import Group
 from torrential.worlds.sim.kernel import Role
 from torrential.worlds.sim.mail import SimMail
 
@@ -32,6 +33,9 @@ def _words(do: Callable[..., None], args: tuple[Any, ...]) -> str:
     owner = getattr(do, "__self__", None)
     if isinstance(owner, SimMail):
         return f"{who(owner.address)} gets {_brief(args[0])}"
+    if isinstance(owner, Group) and args:
+        about = f"{_brief(args[1])}" if len(args) > 1 else do.__name__
+        return f"{args[0]} gets {about}" if do == owner.deliver else f"the membership hears of {args[0]}: {about}"
     if isinstance(owner, SimMessenger):
         source, generation, tag = args[0]
         return f"worker {owner.rank} gets {tag} of generation {generation} from worker {source}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from torrential import descriptors, shipping
 from torrential.comm.messenger import Messenger
 from torrential.comm.post import Post
+from torrential.comm.protocol import address_of
 from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
 from torrential.worlds.base import Job
@@ -31,10 +31,10 @@ CONNECT_SECONDS = 660.0  # as long as a run may take to start
 
 def main(spawn: Spawn) -> int:
     messenger = None
-    if spawn.role == "worker" and spawn.transport != "shared" and not spawn.letters:
+    if spawn.role == "worker" and spawn.transport != "shared" and spawn.regroups:
         mine = "tcp:127.0.0.1:0" if spawn.transport == "tcp" else f"{spawn.address}-{spawn.rank}-{spawn.life}"
         messenger = Messenger(spawn.rank, spawn.life, mine, spawn.token)
-    post = open_post(spawn)
+    post = None if spawn.role == "observer" else open_post(spawn)
     hello = m.Hello(
         spawn.role,
         spawn.rank,
@@ -54,11 +54,15 @@ def main(spawn: Spawn) -> int:
                 assert post is not None
                 serve(job, spawn.rank, link, post)
             else:
-                worker, comm = _build(job, spawn.rank, spawn.life, link, messenger, post)
+                assert post is not None
+                role = _role(job, spawn.role)
+                worker, comm = _build(job, role, spawn, link, messenger, post)
                 link.send(m.Ready())
-                if worker.servers is not None:
+                if role.name == "coordinator":
+                    link.until(lambda: comm.first is not None or link.dismissed, "the first view", 1e9)
+                elif role.death == "view":
                     comm.begin()
-                _program(job, spawn.role)(worker)
+                role.program(worker)
         return 0
     except BaseException as error:  # user code may raise anything, SystemExit included
         link.send(m.Failed(describe(error, None if worker is None else worker.step + 1)))
@@ -78,9 +82,9 @@ def _open(spawn: Spawn) -> Job:
 
 
 def _build(
-    job: Job, rank: int, life: int, link: Link, messenger: Messenger | None, post: Post | None
+    job: Job, role: Role, spawn: Spawn, link: Link, messenger: Messenger | None, post: Post
 ) -> tuple[RoleContext, LocalComm]:
-    config = job.config
+    config, rank, life = job.config, address_of(spawn.role, spawn.rank), spawn.life
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.settings.threads or max(1, cores // config.workers))
     device = torch.device(config.device)
@@ -92,9 +96,9 @@ def _build(
     native = config.settings.algorithm == "native"
     backend = None if not native else ("nccl" if own_gpu else "gloo")
     buffers = Buffers(link, rank)
-    comm = LocalComm(
-        rank, config.workers, link, buffers, messenger, post, config.settings, backend, job.directory / "costs.json"
-    )
+    kept = job.directory / "costs.json"
+    comm = LocalComm(rank, config.workers, link, buffers, messenger, post, config.settings, backend, kept)
+    comm.own_memory = role.death in ("view", "restart")
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
     meeting = device if backend == "nccl" else torch.device("cpu")
     context = RoleContext(job.task, config, job.strategy, comm, outlet, device, meeting, job.checkpoint, life)
@@ -102,7 +106,7 @@ def _build(
     return context, comm
 
 
-def _program(job: Job, role: str) -> Callable[[RoleContext], None]:
-    """The program that the strategy declares for a role."""
+def _role(job: Job, name: str) -> Role:
+    """A role as the strategy declares it."""
     roles = job.strategy.roles(job.config.workers, job.config.servers)
-    return next(r.program for r in roles if isinstance(r, Role) and r.name == role)
+    return next(role for role in roles if isinstance(role, Role) and role.name == name)

@@ -29,6 +29,7 @@ from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.shared import MAIL_BYTES, MAX_RANKS, WORDS, SharedCarrier
 from torrential.config import Settings
 from torrential.errors import PeerLost, Regrouped, RunFailed
+from torrential.membership.meeting import leave, meet
 from torrential.records import Event
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, Link
@@ -42,15 +43,14 @@ class LocalComm(LocalMail):
     """Implements comm.protocol.Comm."""
 
     def __init__(
-        self, rank: int, workers: int, link: Link, buffers: Buffers, messenger: Messenger | None, post: Post | None,
+        self, rank: int, workers: int, link: Link, buffers: Buffers, messenger: Messenger | None, post: Post,
         settings: Settings, backend: str | None, kept: Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(rank, link, buffers, post, settings.transport == "shared" and backend is None)
         self.rank, self._settings, self._messenger = rank, settings, messenger
         self.members: tuple[int, ...] = ()
         self.generation = 0
-        self._pinged = False  # asked whether we wait
-        self._box = link.box(m.AllStopped, m.Go)
+        self._box, self._asked = link.box(m.AllStopped, m.Go), link.box(m.Finish)
         self._workers = workers
         self._small: SharedCarrier | ScheduledCarrier
         if messenger is None:
@@ -175,9 +175,7 @@ class LocalComm(LocalMail):
 
     # -- membership ---------------------------------------------------------------------------------------------
     def check(self) -> None:
-        if self._pinged:
-            self._pinged = False
-            self._link.send(m.Pong())
+        self.answer_ping()
         if self._link.newest_generation > self.generation:
             raise Regrouped(self._link.newest_generation)
 
@@ -190,22 +188,9 @@ class LocalComm(LocalMail):
         if complained:
             self._link.send(m.Suspect(-1, 0.0))
 
-    def _ping(self, item: tuple[m.Ping, list[Tensor]]) -> None:
-        """It is answered from wherever this worker waits: in a collective, or for a letter."""
-        self._pinged = True
-        super()._ping(item)
-
     def regroup(self, stand: Callable[[], int]) -> Standing:
-        self._link.until(lambda: self._link.newest_generation > self.generation, "a new generation")
-        while True:
-            generation = self._link.newest_generation
-            self._link.send(m.Stopped(generation))
-            if not self._await(m.AllStopped, generation):
-                continue
-            self._link.send(m.Standing(generation, stand()))
-            go = self._await(m.Go, generation)
-            if go:
-                break
+        go = meet(self, stand)
+        generation = go.generation
         self.generation, self.members = generation, tuple(go.members)
         self._began = go.began
         if self._messenger is not None:
@@ -250,8 +235,15 @@ class LocalComm(LocalMail):
             detail = f"{origin}{took}; {chooser.describe()}"
             self._link.send(m.Recorded(Event(event="algorithms_chosen", time=self.now(), detail=detail)))
 
-    def _await(self, kind: type[W], generation: int) -> W | None:
-        """The supervisor's word on this generation, or None if there is a newer one."""
+    # -- implements membership.meeting.Attendant ------------------------------------------------------------------
+    def tell(self, message: m.Stopped | m.Standing | m.Left) -> None:
+        self._link.send(message)
+
+    def newer(self) -> int:
+        self._link.until(lambda: self._link.newest_generation > self.generation, "a new generation")
+        return self._link.newest_generation
+
+    def word(self, kind: type[W], generation: int) -> W | None:
         while True:
             if self._link.newest_generation > generation:
                 return None
@@ -266,25 +258,20 @@ class LocalComm(LocalMail):
         self._link.send(m.Suspect(address, seconds))
 
     def leave(self, last: Callable[[], None] | None = None) -> None:
-        asked = self._link.box(m.Finish)
-        self._link.send(m.Left(self.generation, last is not None))
-        while True:
-            self._link.until(
-                lambda: (
-                    self._link.dismissed
-                    or self._link.newest_generation > self.generation
-                    or (last is not None and not asked.empty())
-                ),
-                "all to finish",
-                1e9,
-            )
-            if self._link.dismissed:
-                return
-            self.check()
-            asked.get()
-            assert last is not None
-            last()
-            self._link.send(m.Left(self.generation))
+        leave(self, last)
+
+    def asked_to_finish(self, able: bool) -> bool:
+        link = self._link
+        self._link.until(
+            lambda: link.dismissed or link.newest_generation > self.generation or (able and not self._asked.empty()),
+            "all to finish",
+            1e9,
+        )
+        if link.dismissed:
+            return False
+        self.check()
+        self._asked.get()
+        return True
 
     def close(self) -> None:
         super().close()

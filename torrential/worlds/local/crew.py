@@ -10,7 +10,6 @@ import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,42 +18,29 @@ from torch import Tensor
 
 from torrential.comm import wire
 from torrential.comm.admission import Admission
+from torrential.comm.protocol import address_of, role_name, role_of
 from torrential.errors import RunFailed
+from torrential.membership.roles import Who
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.nursery import Born, Ended, Message, Spawn
 
 
-@dataclass
-class Member:
+@dataclass(eq=False)
+class Process:
     """One process of the crew."""
 
-    role: str
-    rank: int
-    life: int
+    who: Who
     pid: int = 0
-    address: str = ""
-    letters: str = ""  # where letters reach it
     connection: wire.Connection[Any] | None = None
-    left: bool = False
-    last: bool = False  # whether it can give the last snapshot
-    delayed: bool = False
-    heard: float = field(default_factory=time.monotonic)  # when it last said something from where it works
-    quiet: float = 0.0  # seconds without any sign of it
-    probed: bool = False  # whether it was asked for one since
-    said: m.Failed | None = None
     outbox: queue.SimpleQueue[tuple[Any, Sequence[Tensor]] | None] = field(default_factory=queue.SimpleQueue)
 
     @property
     def name(self) -> str:
-        return "observer" if self.role == "observer" else f"{self.role} {self.rank}"
+        return role_name(self.who.address)
 
     def send(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
         """Never blocks: a stopped process must not stop the supervisor. What a dead one is sent is dropped."""
         self.outbox.put((message, tensors))
-
-    def heard_from(self) -> None:
-        """It has given a sign of life."""
-        self.quiet, self.probed = 0.0, False
 
     def write(self) -> None:
         """The thread that empties the outbox."""
@@ -71,44 +57,49 @@ class Member:
 
 @dataclass(frozen=True)
 class Report:
-    """Something a member said; `message` None: its connection is closed."""
+    """Something a process said; `message` None: its connection is closed."""
 
-    member: Member
+    process: Process
     message: Any
     tensors: list[Tensor]
 
 
 class Crew:
-    def __init__(self, nursery: socket.socket, parcel: tuple[int, int], transport: str, letters: bool) -> None:
+    def __init__(self, nursery: socket.socket, parcel: tuple[int, int], transport: str, regroups: bool) -> None:
+        """`regroups`: workers meet in generations, and need connections of their own for that."""
         self._nursery: wire.Connection[Message] = wire.Connection(nursery, Message)
-        self._parcel, self._transport, self._letters = parcel, transport, letters
+        self._parcel, self._transport, self._regroups = parcel, transport, regroups
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._admission = Admission(f"unix:@torrential-{secrets.token_hex(8)}", self._token, m.Hello)
-        self.reports: queue.SimpleQueue[Report | Ended | None] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[Report | Born | Ended | None] = queue.SimpleQueue()
         wire.decoder(m.Any)  # its types are known before threads begin to read
-        self._expected: dict[tuple[str, int, int], Member] = {}
+        self.processes: dict[Who, Process] = {}  # all that were ever asked for
         threading.Thread(target=self._watch_nursery, daemon=True).start()
         self._hearing = threading.Thread(target=self._admit, daemon=True)
         self._hearing.start()
 
-    def spawn(self, role: str, rank: int, life: int) -> Member:
-        member = Member(role, rank, life)
-        self._expected[(role, rank, life)] = member
+    def spawn(self, who: Who) -> None:
+        self.processes[who] = Process(who)
         parcel = (os.getpid(), *self._parcel)
-        spawn = Spawn(role, rank, life, self._admission.address, self._token, parcel, self._transport, self._letters)
+        role, number = role_of(who.address)
+        spawn = Spawn(
+            role, number, who.life, self._admission.address, self._token, parcel, self._transport, self._regroups
+        )
         try:
             self._nursery.send(spawn)
         except wire.Closed as error:
             raise RunFailed("the process that starts workers is gone; run again, or go on with --resume") from error
-        return member
+
+    def send(self, who: Who, message: Any, tensors: Sequence[Tensor] = ()) -> None:
+        self.processes[who].send(message, tensors)
 
     def _watch_nursery(self) -> None:
         try:
             while True:
                 message, _ = self._nursery.receive()
                 if isinstance(message, Born):
-                    self._expected[(message.role, message.rank, message.life)].pid = message.pid
-                elif isinstance(message, Ended):
+                    self.processes[who_is(message)].pid = message.pid
+                if isinstance(message, Born | Ended):
                     self.reports.put(message)
         except (wire.Closed, wire.WireError):
             self.reports.put(None)
@@ -120,26 +111,29 @@ class Crew:
 
     def _serve(self, sock: socket.socket, hello: m.Hello) -> None:
         connection: wire.Connection[Any] = wire.Connection(sock, m.Any)
-        member = self._expected.get((hello.role, hello.rank, hello.life))
-        if member is None:
+        process = self.processes.get(who_is(hello))
+        if process is None:
             return connection.close()
-        member.pid, member.address, member.letters = hello.pid, hello.address, hello.letters
-        member.connection = connection
-        self.reports.put(Report(member, hello, []))
-        threading.Thread(target=member.write, daemon=True).start()
+        process.pid, process.connection = hello.pid, connection
+        self.reports.put(Report(process, hello, []))
+        threading.Thread(target=process.write, daemon=True).start()
         try:
             while True:
                 message, tensors = connection.receive()
-                self.reports.put(Report(member, message, tensors))
+                self.reports.put(Report(process, message, tensors))
         except (wire.Closed, wire.WireError):
-            member.outbox.put(None)
-            self.reports.put(Report(member, None, []))
+            process.outbox.put(None)
+            self.reports.put(Report(process, None, []))
 
     def close(self) -> None:
         self._admission.stop()
         self._hearing.join(1.0)
         self._admission.close()
-        for member in self._expected.values():
-            member.outbox.put(None)
-            if member.connection is not None:
-                member.connection.close()
+        for process in self.processes.values():
+            process.outbox.put(None)
+            if process.connection is not None:
+                process.connection.close()
+
+
+def who_is(named: Born | m.Hello) -> Who:
+    return Who(address_of(named.role, named.rank), named.life)

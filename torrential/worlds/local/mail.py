@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torrential.comm.letterbox import LetterBox, Parcel
 from torrential.comm.post import Contact, Post
-from torrential.comm.protocol import SERVERS, Handle, Letter, Meter, letter_by_letter
+from torrential.comm.protocol import Handle, Letter, Meter, address_of, letter_by_letter
 from torrential.server.messages import Message, View
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, Link
@@ -22,19 +22,13 @@ if TYPE_CHECKING:
     from torrential.worlds.local.nursery import Spawn
 
 
-def address_of(role: str, rank: int) -> int:
-    return SERVERS + rank if role == "server" else rank
-
-
 def ending(address: int, life: int) -> str:
     """Of the keys of buffers that belong to one incarnation: what its predecessor shared may still be read."""
     return f"~{life}#{address}"
 
 
-def open_post(spawn: Spawn) -> Post | None:
+def open_post(spawn: Spawn) -> Post:
     """Where letters for a role arrive, from the moment that others hear of it."""
-    if spawn.role == "observer":
-        return None
     mine = f"{spawn.address}-{spawn.role}-{spawn.rank}-{spawn.life}"
     where = "tcp:127.0.0.1:0" if spawn.transport == "tcp" else mine
     return Post(address_of(spawn.role, spawn.rank), spawn.life, where, spawn.token, Message)
@@ -48,8 +42,11 @@ class LocalMail:
     """Implements comm.protocol.Mail."""
 
     resend: float | None = None
+    own_memory = True
+    """Whether registered buffers belong to one incarnation. Where workers regroup they belong to the rank: survivors go
+    on with what the dead have left there."""
 
-    def __init__(self, address: int, link: Link, buffers: Buffers, post: Post | None, shares_memory: bool) -> None:
+    def __init__(self, address: int, link: Link, buffers: Buffers, post: Post, shares_memory: bool) -> None:
         self.address, self._link, self._buffers, self._post = address, link, buffers, post
         self.shares_memory = shares_memory
         self.meter = Meter()
@@ -58,14 +55,14 @@ class LocalMail:
         self._parcels: LetterBox | None = None
         self._kept: deque[Letter] = deque()  # read while somebody waited for a parcel
         self.first: int | None = None  # the version of the first view heard of
-        if post is not None:
-            self._lives: dict[int, int] = {}
-            post.memory = buffers if shares_memory else None
-            link.route(self._changed, m.Roster)
-            link.route(self._ping, m.Ping)
+        self._lives: dict[int, int] = {}
+        self._pinged = False  # asked whether this role gets on
+        self._receiving = False
+        post.memory = buffers if shares_memory else None
+        link.route(self._changed, m.Roster)
+        link.route(self._ping, m.Ping)
 
     def _changed(self, item: tuple[m.Roster, list[Tensor]]) -> None:
-        assert self._post is not None
         roster, _ = item
         self.view, self._began = roster.view, roster.began
         self.first = self.first or roster.view.version
@@ -76,9 +73,17 @@ class LocalMail:
                 self._lives[address] = life
         self._post.announce(roster.view)
 
+    # -- whether it gets on ---------------------------------------------------------------------------------------
     def _ping(self, item: tuple[m.Ping, list[Tensor]]) -> None:
-        assert self._post is not None
-        self._post.announce(item[0])
+        """Called by the link's thread; the answer comes from where this role works or waits."""
+        self._pinged = True
+        if self._receiving:
+            self._post.announce(item[0])
+
+    def answer_ping(self) -> None:
+        if self._pinged:
+            self._pinged = False
+            self._link.send(m.Pong(self.waits_for()))
 
     # -- clock and memory ---------------------------------------------------------------------------------------
     def now(self) -> float:
@@ -92,13 +97,12 @@ class LocalMail:
     ) -> Tensor:
         assert self.shares_memory or not common, "there is no common memory here"
         owner = None if common else (self.address if rank is None else rank)
-        if self._post is not None and owner == self.address:
+        if self.own_memory and owner == self.address:
             name = f"{name}~{self._post.life}"
         return self._buffers.get(name, numel, dtype, owner)
 
     # -- letters ------------------------------------------------------------------------------------------------
     def post(self, to: int, message: Any, tensors: Sequence[Tensor] = ()) -> Handle:
-        assert self._post is not None, "this strategy is not served"
         began = time.perf_counter()
         handle = self._post.post(to, message, tensors)
         self.meter.communicate += time.perf_counter() - began
@@ -107,15 +111,13 @@ class LocalMail:
 
     def _box_of_parcels(self) -> LetterBox:
         """Where tensors arrive that other members send; its letters are read with all others."""
-        assert self._post is not None
         self._parcels = LetterBox(self._post, self._read_parcels)
         return self._parcels
 
     def _read_parcels(self, seconds: float) -> None:
         """Wait for a letter, and keep it for whoever receives, unless it is a parcel."""
-        assert self._post is not None
         letter = self._post.receive(seconds)
-        if letter is not None and not self._is_parcel(letter):
+        if letter is not None and not self._is_parcel(letter) and not _is_ping(letter):
             self._kept.append(letter)
 
     def _is_parcel(self, letter: Letter) -> bool:
@@ -125,18 +127,18 @@ class LocalMail:
         return True
 
     def land(self, where: Callable[[Any], Sequence[Tensor] | None]) -> None:
-        assert self._post is not None, "this strategy is not served"
         self._post.landing = where
 
     def receive(self, timeout: float | None = None) -> Letter | None:
-        assert self._post is not None, "this strategy is not served"
         began = time.perf_counter()
+        self._receiving = True
+        self.answer_ping()
         letter = self._kept.popleft() if self._kept else self._post.receive(timeout)
         while letter is not None and (self._is_parcel(letter) or _is_ping(letter)):
-            if _is_ping(letter):
-                self._link.send(m.Pong(self.waits_for()))
+            self.answer_ping()
             gone = time.perf_counter() - began
             letter = self._post.receive(None if timeout is None else max(0.0, timeout - gone))
+        self._receiving = False
         self.meter.wait += time.perf_counter() - began
         return letter
 
@@ -150,8 +152,7 @@ class LocalMail:
         return self._link.stop or self._link.dismissed
 
     def close(self) -> None:
-        if self._post is not None:
-            self._post.close()
+        self._post.close()
 
 
 class ServerMail(LocalMail):

@@ -11,12 +11,14 @@ from torch import Tensor
 from torrential.comm.messenger import Key
 from torrential.comm.outbox import Outgoing
 from torrential.comm.points import PointToPoint
-from torrential.comm.protocol import Handle, Part, Standing, role_name
+from torrential.comm.protocol import COORDINATORS, Handle, Part, Standing, role_name
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.schedules.base import Costs
 from torrential.config import RunConfig
 from torrential.errors import Regrouped, RunFailed, WaitedTooLong
+from torrential.membership import messages as m
+from torrential.membership.meeting import leave, meet
 from torrential.trainer.backward import Work
 from torrential.worlds.sim.group import Group
 from torrential.worlds.sim.mail import ADD, COPY, HEADER, Hub, SimMail, as_now
@@ -29,6 +31,7 @@ SENT = Outgoing()  # the handle of every message: it is on its way at once
 SENT.mark()
 
 T = TypeVar("T")
+W = TypeVar("W", m.Go, m.AllStopped)
 
 
 class SimMessenger:
@@ -92,13 +95,25 @@ class SimMessenger:
 class SimComm(SimMail):
     """Implements comm.protocol.Comm."""
 
-    def __init__(self, hub: Hub, group: Group, config: RunConfig, rank: int, seconds_per_sample: float) -> None:
-        super().__init__(hub, rank, hub.cluster.host_of_worker(rank))
+    def __init__(
+        self,
+        hub: Hub,
+        group: Group,
+        config: RunConfig,
+        rank: int,
+        seconds_per_sample: float,
+        life: int = 0,
+        host: int | None = None,
+    ) -> None:
+        super().__init__(hub, rank, hub.cluster.host_of_worker(rank) if host is None else host, life)
         self.rank, self._group, self._config = rank, group, config
         self.members: tuple[int, ...] = ()
         self._alone = False  # whether all members are on one host
         self.together = False  # whether they all see the same memory
         self.generation = 0
+        self._newest = 0  # generation that was called
+        self._words: list[m.Go | m.AllStopped] = []
+        self._dismissed = self._asked = False
         self.messenger = SimMessenger(self)
         self.carrier = ScheduledCarrier(rank, self.meter, self.check, config.settings.timeout, self.messenger)  # type: ignore[arg-type]
         self._groups: dict[tuple[int, ...], SimGroup] = {}  # of this generation
@@ -200,27 +215,74 @@ class SimComm(SimMail):
         return self._points.recv(into, source, tag)
 
     # -- membership -----------------------------------------------------------------------------------------------
+    def told(self, message: Any) -> None:
+        match message:
+            case m.Regroup(generation):
+                self._newest = generation
+            case m.AllStopped() | m.Go():
+                self._words.append(message)
+            case m.Dismissed():
+                self._dismissed = True
+            case m.Finish():
+                self._asked = True
+            case _:
+                return super().told(message)
+        self.messenger.tell()
+
     def check(self) -> None:
-        if self._group.generation > self.generation:
-            raise Regrouped(self._group.generation)
+        if self._newest > self.generation:
+            raise Regrouped(self._newest)
 
     def regroup(self, stand: Callable[[], int]) -> Standing:
-        standing = self._group.meet(self, stand)
-        self.generation, self.members = standing.generation, standing.members
+        go = meet(self, stand)
+        self.generation, self.members = go.generation, tuple(go.members)
         self._alone = len({self.hub.cluster.host_of_worker(rank) for rank in self.members}) == 1
         self.together = self.hub.shared and self._alone
         self.messenger.regroup(self.generation)
         self.carrier.regroup(self.generation, self.members)
         self._points.regroup()
         self._groups.clear()
-        return standing
+        return Standing(self.generation, self.members, go.source, go.applied, tuple(go.behind))
+
+    def begin(self) -> None:
+        """Where workers do not regroup, wait for the word to begin; a coordinator begins with the first view."""
+        if self.rank >= COORDINATORS:
+            return super().begin()
+        go = self.word(m.Go, 1)
+        assert go is not None
+        self.generation, self.members = go.generation, tuple(go.members)
+
+    # -- implements membership.meeting.Attendant ------------------------------------------------------------------
+    def tell(self, message: Any) -> None:
+        self._group.tell(self.who, message)
+
+    def newer(self) -> int:
+        self.until(lambda: self._newest > self.generation)
+        return self._newest
+
+    def word(self, kind: type[W], generation: int) -> W | None:
+        while self._newest <= generation:
+            while self._words:
+                message = self._words.pop(0)
+                if isinstance(message, kind) and message.generation == generation:
+                    return message
+            self.role.wait()
+        return None
+
+    def asked_to_finish(self, able: bool) -> bool:
+        self.until(lambda: self._dismissed or self._newest > self.generation or (able and self._asked))
+        if self._dismissed:
+            return False
+        self.check()
+        self._asked = False
+        return True
 
     def suspect(self, address: int, seconds: float) -> None:
         """Nobody hangs here, and who is dead is known: the two are cut off, or all wait for one another."""
         raise WaitedTooLong(role_name(address), seconds, "its answer")
 
     def leave(self, last: Callable[[], None] | None = None) -> None:
-        self._group.leave(self, last)
+        leave(self, last)
 
 
 class SimGroup:

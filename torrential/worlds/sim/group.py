@@ -1,123 +1,115 @@
-"""Who takes part, and how the survivors come together again.
+"""The membership of a simulated run: what members say to it, and are told, takes the network's latency.
 
-For collectives a change of members is a new generation, agreed on in two rounds, as by the supervisor of real
-processes: all stop; each says how many steps it has taken; those behind take the state of whoever is furthest.
-For strategies with servers it is a new view (worlds/sim/views.py), which interrupts nobody.
+    role ── tell ──► latency ──► Membership (membership/machine.py)   the one that decides about real processes too
+    role ◄── told ── latency ◄── actions
+
+Deaths are noticed by the world, after the cluster's `detection` seconds. The observer is beside time: what it says, and
+is told, takes none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-from torrential.comm.protocol import Standing
-from torrential.errors import RunFailed
+from torch import Tensor
+
+from torrential.comm.protocol import OBSERVER
+from torrential.membership import messages as m
+from torrential.membership.actions import Action, Note, Send, Show, Start
+from torrential.membership.machine import Membership
+from torrential.membership.roles import Who
+from torrential.worlds.observing import SnapshotTaken
 from torrential.worlds.sim.mail import Hub
 
-if TYPE_CHECKING:
-    from torrential.worlds.sim.comm import SimComm
+
+class Stage(Protocol):
+    """The world, as its membership sees it."""
+
+    def start(self, who: Who) -> m.Ready | None:
+        """Start a member, which takes no time: what it says as soon as it is there."""
+
+    def observe(self, message: Any, tensors: Sequence[Tensor]) -> None:
+        """The observer is told something."""
+
+    def event(self, event: str, worker: int | None, detail: str) -> None:
+        """To be put on record."""
+
+    def state(self, worker: int, state: str) -> None:
+        """What a worker is at, for whoever watches."""
 
 
 class Group:
-    """Of the workers."""
+    def __init__(self, hub: Hub, membership: Membership, stage: Stage) -> None:
+        self._hub, self.membership, self._stage = hub, membership, stage
+        self._wakes_at: float | None = None
+        self._snapshots = 0
 
-    def __init__(self, hub: Hub, served: bool) -> None:
-        self._hub, self._served = hub, served
-        self.here: dict[int, SimComm] = {}
-        self.left: set[int] = set()
-        self.generation = 0
-        self.regrouped: Callable[[tuple[int, ...]], None] = lambda members: None
-        self.changed: Callable[[bool], None] = lambda joined: None  # for servers: workers have come or gone
-        self._stopped: dict[int, int] = {}
-        self._standing: dict[int, int] = {}
-        self._met = 0  # the last generation that was agreed on
-        self._steps = -1  # that the furthest had taken then
-        self._able: set[int] = set()  # to do the last thing
-        self._asked: int | None = None
-        self.dismissed = False
+    # -- what members say -----------------------------------------------------------------------------------------
+    def tell(self, who: Who, message: Any) -> None:
+        self._hub.kernel.after(self._hub.cluster.network.latency, self.hear, who, message)
 
-    def join(self, *comms: SimComm) -> None:
-        for comm in comms:
-            self.here[comm.rank] = comm
-        self._change(joined=True)
+    def hear(self, who: Who, message: Any, tensors: Sequence[Tensor] = ()) -> None:
+        self.membership.hear(who, message, self._hub.kernel.now, tensors)
+        self._carry_out()
 
-    def lose(self, rank: int) -> None:
-        del self.here[rank]
-        self.left.discard(rank)
-        if not self.here:
-            raise RunFailed("all workers are gone; there is nobody to go on")
-        self._change(joined=False)
-        self._dismiss_if_all_left()
+    def snapshot_taken(self, who: Who, message: SnapshotTaken, tensors: Sequence[Tensor]) -> None:
+        self.membership.snapshot_taken(who, message, self._hub.kernel.now, tensors)
+        self._carry_out()
 
-    def _change(self, joined: bool) -> None:
-        if self._served:
-            return self.changed(joined)
-        self.generation += 1
-        self._stopped, self._standing = {}, {}
-        self.left.clear()
-        self._wake()
+    def slot(self) -> int:
+        """Snapshots need no memory that is used again: each has a slot of its own."""
+        self._snapshots += 1
+        return self._snapshots
+
+    # -- what the world says --------------------------------------------------------------------------------------
+    def start(self) -> None:
+        self.membership.start(self._hub.kernel.now)
+        self._carry_out()
+
+    def lost(self, who: Who, how: str) -> None:
+        try:
+            self.membership.lost(who, how, self._hub.kernel.now)
+        finally:
+            self._carry_out()
+
+    def revive(self, address: int) -> None:
+        self.membership.revive(address, self._hub.kernel.now)
+        self._carry_out()
 
     def _wake(self) -> None:
-        for comm in self.here.values():
-            comm.messenger.tell()
+        self._wakes_at = None
+        self.membership.wake(self._hub.kernel.now)
+        self._carry_out()
 
-    # -- a meeting ------------------------------------------------------------------------------------------------
-    def meet(self, comm: SimComm, stand: Callable[[], int]) -> Standing:
-        comm.until(lambda: self.generation > comm.generation)
-        while True:
-            generation = self.generation
-            self._round_trip(comm)
-            if self._all_have(comm, generation, self._stopped, 0):
-                applied = stand()
-                self._round_trip(comm)
-                if self._all_have(comm, generation, self._standing, applied):
-                    return self._agree()
+    # -- what is to be done ---------------------------------------------------------------------------------------
+    def _carry_out(self) -> None:
+        for action in self.membership.actions():
+            self._do(action)
+        due = self.membership.deadline
+        if due is not None and self._wakes_at is None:
+            self._wakes_at = due
+            self._hub.kernel.at(due, self._wake)
 
-    def _all_have(self, comm: SimComm, generation: int, said: dict[int, int], word: int) -> bool:
-        """Say something, and wait until all have said it; False if members have changed by then."""
-        if self.generation == generation:
-            said[comm.rank] = word
-            self._wake()
-            comm.until(lambda: self.generation > generation or said.keys() >= self.here.keys())
-        return self.generation == generation
+    def _do(self, action: Action) -> None:
+        kernel = self._hub.kernel
+        match action:
+            case Send(to, message, tensors) if to.address == OBSERVER:
+                self._stage.observe(message, tensors)
+            case Send(to, message):
+                kernel.after(self._hub.cluster.network.latency, self.deliver, to, message)
+            case Start(who):
+                ready = self._stage.start(who)
+                if ready is not None:
+                    kernel.after(0.0, self.hear, who, ready)
+            case Note(event, worker, detail):
+                self._stage.event(event, worker, detail)
+            case Show(worker, state):
+                self._stage.state(worker, state)
+            case _:
+                raise AssertionError(f"nobody hangs here, so nobody is to be ended ({action})")
 
-    def _round_trip(self, comm: SimComm) -> None:
-        comm.sleep(2 * self._hub.cluster.network.latency)
-
-    def _agree(self) -> Standing:
-        members = tuple(sorted(self.here))
-        furthest = max(self._standing.values())
-        if furthest < 0 <= self._steps:
-            raise RunFailed("every worker that had the parameters is gone; nothing is left to go on with")
-        source = min(r for r in members if self._standing[r] == furthest)
-        behind = tuple(r for r in members if self._standing[r] < furthest or (furthest < 0 and r != source))
-        if self._met < self.generation:
-            self._met = self.generation
-            self._steps = furthest
-            self.regrouped(members)
-        return Standing(self.generation, members, source, furthest, behind)
-
-    # -- the end --------------------------------------------------------------------------------------------------
-    def leave(self, comm: SimComm, last: Callable[[], None] | None = None) -> None:
-        self.left.add(comm.rank)
-        if last is not None:
-            self._able.add(comm.rank)
-        if self._served:
-            self.changed(False)
-        self._dismiss_if_all_left()
-        generation = self.generation
-        comm.until(lambda: self.dismissed or self.generation > generation or self._asked == comm.rank)
-        if self._asked == comm.rank and last is not None:
-            last()
-            self._able.clear()
-            self._dismiss_if_all_left()
-            comm.until(lambda: self.dismissed)
-        if not self.dismissed:
-            comm.check()
-
-    def _dismiss_if_all_left(self) -> None:
-        """But first one of them does the last thing that is to be done."""
-        if self.left >= set(self.here):
-            self._asked = min(self._able & self.left, default=None)
-            self.dismissed = self._asked is None
-            self._wake()
+    def deliver(self, to: Who, message: Any) -> None:
+        mail = self._hub.mails.get(to.address)
+        if mail is not None and mail.who == to:
+            mail.told(message)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from torrential.comm.protocol import SERVERS, Handle, Letter, Meter, letter_by_letter
+from torrential.membership import messages as m
+from torrential.membership.roles import Who
 from torrential.params.home import Finished
 from torrential.server.messages import View
 from torrential.worlds.sim.cluster import Cluster, Inside
@@ -52,7 +54,6 @@ class Hub:
         self.kernel, self.cluster, self.seed, self.trace, self.memory = kernel, cluster, seed, trace, memory
         self.network = Network(kernel, cluster.network, trace)
         self.mails: dict[int, SimMail] = {}  # by address; the living
-        self.stop = False
         self.posted: Callable[[int, int, Letter], None] | None = None  # told of every letter, from whom to whom
         self._chance = Random(f"letters {seed}")
         self._held: dict[tuple[int, int], float] = {}  # until when the last letter of a pair was
@@ -100,22 +101,18 @@ class Hub:
             sender.address, sender.host, receiver.address, receiver.host, nbytes, receiver.deliver, letter
         )
 
-    def announce(self, view: View) -> None:
-        """To everybody, over the network like all else."""
-        for mail in list(self.mails.values()):
-            self.kernel.after(self.cluster.network.latency, mail.deliver, Letter(-1, view, []))
-
 
 class SimMail:
     """Implements comm.protocol.Mail."""
 
     shares_memory = False
 
-    def __init__(self, hub: Hub, address: int, host: int) -> None:
-        self.hub, self.address, self.host = hub, address, host
+    def __init__(self, hub: Hub, address: int, host: int, life: int = 0) -> None:
+        self.hub, self.address, self.host, self.who = hub, address, host, Who(address, life)
         self.role: Role  # whose mail this is
         self.meter = Meter(clock=self.now)
         self.view = View(-1, (), ())
+        self._stop = False
         self.resend = RESEND_SECONDS if hub.lossy else None
         self._inbox: deque[Letter] = deque()
         self._reader: Callable[[Letter], bool | None] | None = None  # given what comes, as long as the role waits
@@ -175,6 +172,17 @@ class SimMail:
             nbytes = 0
         self.hub.send(self, to, Letter(self.address, message, copies), HEADER + nbytes)
         return SENT
+
+    def told(self, message: Any) -> None:
+        """The membership has said something."""
+        if isinstance(message, m.Roster):
+            self.deliver(Letter(-1, message.view, []))
+        elif isinstance(message, m.Stop):
+            self._stop = True
+
+    def begin(self) -> None:
+        """Wait for the first view: nobody can be written to before."""
+        self.until(lambda: self.view.version > 0)
 
     def land(self, where: Callable[[Any], Sequence[Tensor] | None]) -> None:
         """Nothing comes as bytes here."""
@@ -257,4 +265,4 @@ class SimMail:
             self.work_on(COPY * sum(t.nbytes for t in letter.tensors))
 
     def stop_requested(self) -> bool:
-        return self.hub.stop
+        return self._stop

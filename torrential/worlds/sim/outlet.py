@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
+from torrential.comm.protocol import OBSERVER
+from torrential.membership.messages import OwnBuffers
+from torrential.membership.roles import Who
 from torrential.records import Evaluation, Record
 from torrential.trainer.observer import Observer
-from torrential.trainer.pending import Parts, Pending
 from torrential.trainer.snapshot import Snapshot
+from torrential.worlds.observing import Observing, SnapshotTaken, Vectors
+from torrential.worlds.sim.group import Group
 
 
-class Observing:
-    """Evaluates and saves snapshots as soon as every member's part of them is there."""
-
+class SimObserving(Observing):
     def __init__(
         self,
         observer: Observer,
@@ -23,76 +26,54 @@ class Observing:
         fail: Callable[[BaseException], None],
     ) -> None:
         """`fail` is told what the observer raises: it works inside of the calls of workers, who are not to blame."""
-        self._observer, self._write, self._evaluated, self._fail = observer, write, dict(evaluated), fail
-        self._pending: Pending[tuple[dict[str, Tensor], dict[str, Tensor]]] = Pending()
-        self._last: Snapshot | None = None
-        self.reached = False
+        super().__init__(observer)
+        self._write, self._evaluated, self._fail = write, dict(evaluated), fail
+        self.group: Group  # that it belongs to
 
-    def part(self, rank: int, step: int, buffers: Mapping[str, Tensor]) -> None:
-        self._pending.part(rank, step, {name: t.clone() for name, t in buffers.items()})
-        self.work()
-
-    def take(self, snapshot: Snapshot, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
-        self._pending.add(snapshot, (_copies(flat), _copies(rest)))
-        self.work()
-
-    def gone(self, rank: int) -> None:
-        self._pending.gone(rank)
-        self.work()
-
-    def back(self, rank: int) -> None:
-        self._pending.back(rank)
-
-    def work(self, all_of_them: bool = False) -> None:
+    def take(self, message: Any, tensors: Sequence[Tensor]) -> None:
+        """Hear something, and do at once what can be done by then."""
         try:
-            while (item := self._pending.next(ready_or_not=all_of_them)) is not None:
-                snapshot, (flat, rest), parts, news = item
-                if news and not self.reached:
-                    self._process(snapshot, flat, rest, parts)
+            self.hear(message, tensors)
+            self.work()
         except (Exception, SystemExit) as error:
             self._fail(error)
 
-    def _process(self, snapshot: Snapshot, flat: dict[str, Tensor], rest: dict[str, Tensor], parts: Parts) -> None:
-        if not self._observer.complete(snapshot, parts):
-            return
-        self._observer.load(flat, rest, parts)
-        evaluation = self._observer.evaluate(snapshot, "validation")
-        self.reached = self._observer.task.reaches(self._observer.config.target, evaluation.value)
-        self._note(evaluation)  # with which the world hears that the target is reached
-        self._observer.save(snapshot, flat, rest, parts)
-        self._last = snapshot
+    def end(self) -> None:
+        try:
+            self.close()
+        except (Exception, SystemExit) as error:
+            self._fail(error)
 
-    def _note(self, evaluation: Evaluation) -> None:
+    def tell(self, message: Any) -> None:
+        self.group.hear(Who(OBSERVER, 0), message)
+
+    def note(self, evaluation: Evaluation) -> None:
         if (evaluation.split, evaluation.step) not in self._evaluated:
             self._evaluated[evaluation.split, evaluation.step] = evaluation.time
             self._write(evaluation)
 
-    def close(self) -> None:
-        """The last word is the test set's, unless it was to be left alone."""
-        self.work(all_of_them=True)
-        try:
-            last = self._last or self._observer.load_saved()
-            if last is not None and self._observer.config.settings.test:
-                self._note(self._observer.evaluate(last, "test"))
-        except (Exception, SystemExit) as error:
-            self._fail(error)
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    def vectors(self, taken: SnapshotTaken, tensors: Sequence[Tensor]) -> Vectors:
+        return {name: vector for (name, _, _), vector in zip(taken.vectors, tensors, strict=False)}
 
 
 class SimOutlet:
     """Implements trainer.snapshot.Outlet."""
 
-    def __init__(self, rank: int, observing: Observing, write: Callable[[Record], None]) -> None:
-        self._rank, self._observing, self._write = rank, observing, write
+    def __init__(self, who: Who, group: Group, write: Callable[[Record], None]) -> None:
+        self._who, self._group, self._write = who, group, write
 
     def record(self, record: Record) -> None:
         self._write(record)
 
     def snapshot(self, snapshot: Snapshot, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
-        self._observing.take(snapshot, flat, rest)
+        vectors = [(name, v.numel(), str(v.dtype).removeprefix("torch.")) for name, v in flat.items()]
+        taken = SnapshotTaken(self._who.address, self._group.slot(), snapshot, vectors, list(rest))
+        self._group.snapshot_taken(self._who, taken, [_copy(t) for t in (*flat.values(), *rest.values())])
 
     def own_buffers(self, step: int, buffers: Mapping[str, Tensor]) -> None:
-        self._observing.part(self._rank, step, buffers)
+        copies = [_copy(t) for t in buffers.values()]
+        self._group.hear(self._who, OwnBuffers(self._who.address, step, list(buffers)), copies)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone()

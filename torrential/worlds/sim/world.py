@@ -5,23 +5,29 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from torrential.comm.protocol import SERVERS, role_name
+from torrential.comm.protocol import SERVERS, role_name, role_of
 from torrential.errors import RunFailed
+from torrential.membership.machine import Membership
+from torrential.membership.messages import Filled, Ready
+from torrential.membership.roles import Who
+from torrential.membership.roll import Rules
 from torrential.optim.schedule import schedule_of
-from torrential.records import Event, Record, Step
+from torrential.records import Evaluation, Event, Record, Step
 from torrential.server.role import Server
-from torrential.strategies.base import servers_of
+from torrential.strategies.base import needs_servers
 from torrential.strategies.roles import Role as StrategyRole
 from torrential.trainer.context import RoleContext
 from torrential.trainer.observer import Observer
 from torrential.trainer.serving import ServerPlan
 from torrential.worlds.base import Job, Listener
-from torrential.worlds.failure import attributed, describe, failed
+from torrential.worlds.failure import attributed, describe, failed, last_good, resuming
+from torrential.worlds.population import population
 from torrential.worlds.sim.cluster import Cluster, Fault
 from torrential.worlds.sim.comm import SimComm
 from torrential.worlds.sim.compute_time import measure_seconds_per_sample
@@ -30,10 +36,9 @@ from torrential.worlds.sim.group import Group
 from torrential.worlds.sim.hands import Hands
 from torrential.worlds.sim.kernel import Kernel, Role
 from torrential.worlds.sim.mail import Hub, SimMail
-from torrential.worlds.sim.outlet import Observing, SimOutlet
+from torrential.worlds.sim.outlet import SimObserving, SimOutlet
 from torrential.worlds.sim.timed import TimedHome, TimedMail, TimedServer
 from torrential.worlds.sim.trace import Trace
-from torrential.worlds.sim.views import Views
 
 TICK_SECONDS = 0.1  # real ones, between two looks of whoever watches
 YOUNG = 10_000  # objects before the youngest of them are looked through for garbage: messages are no garbage in cycles
@@ -43,7 +48,7 @@ YOUNG_AND_EMPTY = 1_000_000  # the same where none of them can keep a tensor's m
 class Watch(Protocol):
     """Somebody who looks at a simulation from outside of its time; torrential/testing does."""
 
-    def begin(self, kernel: Kernel, hub: Hub, group: Group, views: Views | None) -> None:
+    def begin(self, kernel: Kernel, hub: Hub, membership: Membership) -> None:
         """Before anything happens."""
 
     def role(self, address: int, role: RoleContext | Server) -> None:
@@ -75,7 +80,23 @@ class SimWorld:
             gc.set_threshold(*thresholds)
 
 
+def rules_of(job: Job) -> Rules:
+    """Who comes back after a death, and when, is for the cluster's faults to say."""
+    settings = job.config.settings
+    return Rules(
+        timeout=settings.timeout,
+        replicas=settings.replicas,
+        resumed=job.checkpoint is not None,
+        elapsed=job.elapsed,
+        algorithm=settings.algorithm,
+        remedy=resuming(job.directory),
+        saved=lambda: last_good(job.directory),
+    )
+
+
 class _Run:
+    """Implements worlds.sim.group.Stage and worlds.sim.faults.Stricken."""
+
     def __init__(
         self,
         job: Job,
@@ -93,18 +114,18 @@ class _Run:
         self._trace = Trace() if config.settings.trace else None
         dry = config.settings.gradients == "off"
         self._hub = Hub(self._kernel, cluster, config.seed, self._trace, "meta" if dry else "cpu")
-        self._served = servers_of(job.strategy, config.workers, config.servers) is not None
         roles = job.strategy.roles(config.workers, config.servers)
-        self._programs = {role.name: role.program for role in roles if isinstance(role, StrategyRole)}
-        self._group = Group(self._hub, self._served)
-        self._group.regrouped = self._regrouped
+        self._programs = {role.name: role for role in roles if isinstance(role, StrategyRole)}
+        self._membership = Membership(population(job), rules_of(job))
+        self._group = Group(self._hub, self._membership, self)
         real = torch.device(config.device)
         self._device = torch.device("meta") if dry else real
         with attributed("observer", job.directory):
             observer = make_observer(job.task, config, job.strategy, real, job.directory)
-        self._observing = Observing(
+        self._observing = SimObserving(
             observer, self._write, job.evaluated, lambda error: self._kernel.failures.append(("observer", error))
         )
+        self._observing.group = self._group
         told = cluster.compute.seconds_per_sample
         with attributed("worker 0", job.directory):
             self._seconds_per_sample = (
@@ -113,9 +134,9 @@ class _Run:
                 else told
             )
         self._roles: dict[int, Role] = {}  # by address
-        self._contexts: dict[str, RoleContext] = {}  # of workers that are built, by the role's name
-        self._lives: dict[int, int] = {}
+        self._contexts: dict[str, RoleContext] = {}  # of programs that are built, by the role's name
         self._step = job.checkpoint.step if job.checkpoint else 0
+        self._membership.stepped(self._step)
         self._running = 0  # workers whose program has not come to its end
         self._down_until: dict[int, float] = {}  # hosts that died, and when roles may start there again
         planned = schedule_of(config, job.strategy.joined(config.workers, config.batch_size)).total
@@ -123,35 +144,26 @@ class _Run:
         self._faults = Faults(self._kernel, cluster, config, planned, seen, self)
         self._hub.computed = self._faults.computed
         self._ticked = time.monotonic()
-        self._views: Views | None = None
-        if self._served:
+        if needs_servers(job.strategy):
             with attributed("server 0", job.directory):
                 self._plan = ServerPlan(job.task, config, job.strategy, job.checkpoint)
-            self._views = Views(self._hub, self._group, config, self._plan.numel, self._plan.bounds, self._event)
 
     def simulate(self) -> None:
         if self._cluster.compute.seconds_per_sample == "measure":
             detail = f"{self._seconds_per_sample:g} s per sample here; another time it may be another"
-            self._event("measured", None, detail)
+            self.event("measured", None, detail)
         if self._config.settings.processes:
             self._hub.hands = Hands(self._config.settings.processes, self._job.task, self._config)
         if self._watch is not None:
-            self._watch.begin(self._kernel, self._hub, self._group, self._views)
-        if self._views is not None:
-            for number in range(self._config.servers):
-                self._start_server(number, begins=True)
-        comms = [self._start_worker(rank) for rank in range(self._config.workers)]
-        if self._views is None:
-            self._group.join(*comms)
-        else:
-            self._group.here = {comm.rank: comm for comm in comms}
+            self._watch.begin(self._kernel, self._hub, self._membership)
+        self._group.start()
         self._faults.plan()
         self._kernel.run()
         self._raise_failure()
         self._check_dismissed()
         if self._watch is not None:
             self._watch.end()
-        self._observing.close()
+        self._observing.end()
         self._raise_failure()
 
     def close(self) -> None:
@@ -173,20 +185,41 @@ class _Run:
         raise failed(role, describe(error, step), self._job.directory) from error
 
     def _check_dismissed(self) -> None:
-        if not self._group.dismissed:
-            waiting = ", ".join(self._roles[rank].name for rank in sorted(self._group.here))
+        if not self._membership.dismissed:
+            waiting = ", ".join(map(str, self._membership.workers))
             raise RunFailed(f"nobody can go on: {waiting} wait, and nothing is under way (at {self._kernel.now:.1f} s)")
 
+    # -- what worlds.sim.group.Group asks for ---------------------------------------------------------------------
+    def start(self, who: Who) -> Ready | None:
+        role, _ = role_of(who.address)
+        if role == "observer":
+            return None  # it is beside time
+        if role == "server":
+            self._start_server(who)
+            bounds = self._plan.bounds
+            return Ready(self._plan.numel, None if bounds is None else list(bounds))
+        self._start_program(who)
+        return Ready()
+
+    def observe(self, message: Any, tensors: Sequence[Tensor]) -> None:
+        self._observing.take(message, tensors)
+
+    def event(self, event: str, worker: int | None, detail: str) -> None:
+        self._write(Event(event=event, time=self._kernel.now, step=self._step, worker=worker, detail=detail))
+
+    def state(self, worker: int, state: str) -> None:
+        self._listener.worker_state(worker, state)
+
     # -- roles ----------------------------------------------------------------------------------------------------
-    def _start_worker(self, rank: int) -> SimComm:
+    def _start_program(self, who: Who) -> None:
+        """A worker, or a coordinator."""
         config, strategy = self._config, self._job.strategy
-        life = self._lives[rank] = self._lives.get(rank, -1) + 1
-        self._contexts.pop(f"worker {rank}", None)
+        address, life = who
+        role = self._programs[role_of(address)[0]]
+        self._contexts.pop(role_name(address), None)
         self._running += 1
-        comm = SimComm(self._hub, self._group, config, rank, self._seconds_per_sample)
-        if self._views is not None:
-            comm.view, comm.members = self._views.view, tuple(range(config.workers))
-        outlet = SimOutlet(rank, self._observing, self._write)
+        comm = SimComm(self._hub, self._group, config, address, self._host_of(address), self._seconds_per_sample, life)
+        outlet = SimOutlet(who, self._group, self._write)
 
         def program() -> None:
             host = self._device if self._device.type == "meta" else torch.device("cpu")
@@ -203,37 +236,34 @@ class _Run:
                 life,
                 timed,
             )
-            self._built(rank, ctx)
-            self._programs["worker"](ctx)
+            self._built(address, ctx)
+            if role.death == "view" or role.name != "worker":
+                comm.begin()
+            role.program(ctx)
             self._finished()
 
         computes = self._device.type != "meta"
-        comm.role = self._roles[rank] = self._kernel.role(f"worker {rank}", program, uses_torch=computes)
-        self._listener.worker_state(rank, "training")
-        return comm
+        comm.role = self._roles[address] = self._kernel.role(role_name(address), program, uses_torch=computes)
 
     def _built(self, address: int, role: RoleContext | Server) -> None:
         if not isinstance(role, Server):
-            self._contexts[f"worker {address}"] = role
+            self._contexts[role_name(address)] = role
         if self._watch is not None:
             self._watch.role(address, role)
 
     def _finished(self) -> None:
-        """A worker's program has come to its end."""
+        """The program of a worker or coordinator has come to its end."""
         self._running -= 1
-        self._kernel.over = not self._running and self._group.dismissed
+        self._kernel.over = not self._running and self._membership.dismissed
 
-    def _start_server(self, number: int, begins: bool) -> None:
-        assert self._views is not None
-        address = SERVERS + number
-        timed = self._hub.timed
-        mail = (TimedMail if timed else SimMail)(self._hub, address, self._host_of(address))
-        mail.view = self._views.view
-        views, plan = self._views, self._plan
-        initial = plan.initial() if begins else None
+    def _start_server(self, who: Who) -> None:
+        address, life = who
+        timed, plan = self._hub.timed, self._plan
+        mail = (TimedMail if timed else SimMail)(self._hub, address, self._host_of(address), life)
+        initial = plan.initial() if life == 0 else None  # else the others have all there is
 
         def program() -> None:
-            filled = lambda version: views.filled(number, version)  # noqa: E731
+            mail.begin()
             server = (TimedServer if timed else Server)(
                 mail,
                 plan.layout,
@@ -242,22 +272,25 @@ class _Run:
                 initial=initial,
                 handlers=plan.handlers,
                 vectors=plan.servers.vectors,
-                filled=filled,
+                filled=lambda version: self._group.tell(who, Filled(version)),
             )
             self._built(address, server)
             server.run()
 
-        mail.role = self._roles[address] = self._kernel.role(f"server {number}", program, uses_torch=False)
+        mail.role = self._roles[address] = self._kernel.role(role_name(address), program, uses_torch=False)
 
     def _host_of(self, address: int) -> int:
-        if address < SERVERS:
+        role, _ = role_of(address)
+        if role == "coordinator":
+            return 0
+        if role == "worker":
             return self._cluster.host_of_worker(address)
         return self._cluster.host_of_server(address - SERVERS, self._config.workers, self._config.servers)
 
     # -- faults: what worlds.sim.faults.Faults asks for -----------------------------------------------------------
     def disturb(self, fault: Fault) -> None:
         side = frozenset(fault.hosts)
-        self._event(fault.kind, None, f"hosts {', '.join(map(str, fault.hosts))}")
+        self.event(fault.kind, None, f"hosts {', '.join(map(str, fault.hosts))}")
         if fault.kind == "partition":
             self._hub.network.part(side, fault.lasts)
         else:
@@ -266,66 +299,36 @@ class _Run:
     def crash_host(self, host: int, lasts: float | None) -> None:
         here = sorted(address for address, mail in self._hub.mails.items() if mail.host == host)
         self._down_until[host] = math.inf if lasts is None else self._kernel.now + lasts
-        self._event("host_lost", None, f"host {host}: {', '.join(map(role_name, here)) or 'nobody was there'}")
+        self.event("host_lost", None, f"host {host}: {', '.join(map(role_name, here)) or 'nobody was there'}")
         self.crash(here, lasts)
 
     def crash(self, addresses: list[int], lasts: float | None) -> None:
         """Whoever has finished is left alone."""
-        finished = self._group.left if not self._group.dismissed else addresses
+        finished = self._membership.finished if not self._membership.dismissed else addresses
         struck = [a for a in addresses if a in self._hub.mails and a not in finished]
         for address in struck:
-            del self._hub.mails[address]
+            who = self._hub.mails.pop(address).who
             self._roles[address].kill()
-            self._running -= address < SERVERS
-            self._kernel.after(self._cluster.detection, self._noticed, address)
+            self._running -= role_of(address)[0] != "server"
+            self._kernel.after(self._cluster.detection, self._group.lost, who, "crashed")
         for address in struck if lasts is not None else ():
             assert lasts is not None
             self._kernel.after(max(lasts, self._cluster.detection), self._restart, address)
 
-    def _noticed(self, address: int) -> None:
-        if address >= SERVERS:
-            assert self._views is not None
-            self._views.lose(address - SERVERS)
-            return
-        self._event("worker_lost", address, "it crashed")
-        self._listener.worker_state(address, "lost")
-        self._observing.gone(address)
-        self._group.lose(address)
-
     def _restart(self, address: int) -> None:
-        if self._group.dismissed:
+        if self._membership.dismissed:
             return
         until = self._down_until.get(self._host_of(address), 0.0)
         if until > self._kernel.now:
             if until < math.inf:
                 self._kernel.at(until, self._restart, address)
             return
-        if address >= SERVERS:
-            assert self._views is not None
-            self._start_server(address - SERVERS, begins=False)
-            self._views.join(address - SERVERS)
-            self._hub.mails[address].view = self._views.view  # the first it hears of has it in
-            return
-        self._observing.back(address)
-        self._event("worker_joined", address, "")
-        comm = self._start_worker(address)
-        self._group.join(comm)
-        if self._views is not None:
-            comm.view = self._views.view  # the first it hears of has it in
+        self._group.revive(address)
 
     # -- records --------------------------------------------------------------------------------------------------
-    def _regrouped(self, members: tuple[int, ...]) -> None:
-        if self._group.generation > 1:
-            self._event("regrouped", None, f"workers {', '.join(map(str, members))}")
-
-    def _event(self, event: str, worker: int | None, detail: str) -> None:
-        self._write(Event(event=event, time=self._kernel.now, step=self._step, worker=worker, detail=detail))
-
     def _write(self, record: Record) -> None:
-        if isinstance(record, Step):
+        if isinstance(record, Step | Evaluation):
             self._step = max(self._step, record.step)
+            self._membership.stepped(self._step)
         self._write_record(record)
         self._listener.record(record)
-        if self._observing.reached and not self._hub.stop:
-            self._hub.stop = True
-            self._event("target_reached", None, "")

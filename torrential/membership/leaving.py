@@ -1,0 +1,64 @@
+"""How a run ends: members leave, one of them gives the last snapshot, and everybody is dismissed.
+
+    worker ── Left ──────► membership      its program is finished; it waits for the others
+    membership ── Finish ► worker          all have left: one that can gives the last snapshot, and leaves again
+    membership ── Dismissed ──► everybody
+
+When all workers have left nobody is there any more who could be waited for, so that the last snapshot is whole.
+"""
+
+from __future__ import annotations
+
+from torrential.membership import messages as m
+from torrential.membership.generations import Generations
+from torrential.membership.observer import Observing
+from torrential.membership.roll import Member, Roll
+from torrential.membership.views import Views
+
+
+class Leaving:
+    def __init__(self, roll: Roll, generations: Generations, views: Views, observing: Observing) -> None:
+        self._roll, self._generations, self._views, self._observing = roll, generations, views, observing
+        self.finisher: Member | None = None  # who was asked for the last snapshot
+        self.dismissed = False
+
+    def left(self, member: Member, message: m.Left) -> None:
+        if member.role == "worker" and message.generation != self._generations.number:
+            return  # it has not heard yet that somebody died
+        member.left = True
+        if member.role == "worker":
+            self._roll.show(member, "finished")
+            member.last = message.last
+        if member is self.finisher:
+            self.finisher = None
+            for worker in self._roll.workers.values():
+                worker.last = False
+        else:
+            self._views.gather()
+        self.dismiss_if_all_left()
+
+    def dismiss_if_all_left(self) -> None:
+        """Let everybody go if nothing is left to be done."""
+        roll = self._roll
+        programs = [*roll.workers.values(), *roll.coordinators.values()]
+        if self.dismissed or not roll.workers or not all(member.left for member in programs):
+            return
+        if self._generations.forming_since is not None or roll.is_starting("coordinator"):
+            return
+        able = sorted(rank for rank, worker in roll.workers.items() if worker.last)
+        if able:
+            return self._ask(roll.workers[able[0]])
+        self.dismissed = True
+        for member in roll.everybody():
+            roll.send(member, m.Dismissed())
+        self._views.due = None  # nobody would read it
+        self._observing.dismiss()
+
+    def _ask(self, worker: Member) -> None:
+        asked = self.finisher
+        if asked is not None and self._roll.workers.get(asked.number) is asked:
+            return
+        if self._views.due is not None:
+            self._views.renew()  # it has to know that all have left, itself included
+        self.finisher = worker
+        self._roll.send(worker, m.Finish())

@@ -1,0 +1,393 @@
+"""The membership of a run: one pure state machine, driven by every world.
+
+    what happened ──► Membership ──► actions      a member was lost, a member said something, time has passed
+                                                  tell a member, start one, end one, put an event on record
+
+It has no sockets, no threads and no clock: a world tells it what happened and when, and carries out the actions that it
+finds afterwards, in order (also when a call has raised: what led to a failure goes on record). It knows roles and what
+their deaths mean (roles.py), and no strategy; where members can be reached is opaque text. So it does not know in which
+world it runs, and what random schedules test in simulated time is what real processes rely on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torrential.comm.protocol import SERVERS
+from torrential.errors import RunFailed, WorkerFailed
+from torrential.membership import messages as m
+from torrential.membership.actions import Action
+from torrential.membership.collective_hangs import CollectiveHangs
+from torrential.membership.generations import Generations
+from torrential.membership.leaving import Leaving
+from torrential.membership.letter_hangs import LetterHangs
+from torrential.membership.liveness import Liveness
+from torrential.membership.observer import Observing, Taken
+from torrential.membership.roles import Members, Who
+from torrential.membership.roll import Member, Roll, Rules
+from torrential.membership.views import Views
+from torrential.server.messages import View
+
+START_SECONDS = 600.0  # until all are built; a task's model may take its time
+ABSENT_SECONDS = 1.0  # without a tick: the process that drives this was itself stopped
+LIVES = 100
+FAILED_STARTS = 3
+
+How = str | Callable[[], str]  # how a member ended, in words; to be asked for only where that takes time
+
+
+class Membership:
+    def __init__(self, population: Iterable[Members], rules: Rules) -> None:
+        self._rules, self._roll = rules, Roll(population)
+        roll = self._roll
+        self._generations = Generations(roll, rules)
+        self._views = Views(roll, rules)
+        self._observing = Observing(roll, rules)
+        self._leaving = Leaving(roll, self._generations, self._views, self._observing)
+        self._collectives, self._letters = CollectiveHangs(roll, rules), LetterHangs(roll, rules)
+        self._liveness = Liveness(roll, rules)
+        self._regroups = roll.population["worker"].death in ("regroup", "fail")  # they meet in generations
+        self._failed_starts: dict[str, int] = {}  # by role, since one of it has come up
+        self._started = 0.0
+        self._ticked: float | None = None
+        self._back = -math.inf  # when the process that drives this last ran again, after it was stopped, as by Ctrl-Z
+        self.began: float | None = None  # when the run's time began; None before everybody was there
+        self.done = False  # the observer, too, is finished
+        self._handlers: dict[type, Callable[[Member, Any, Sequence[Any]], None]] = {
+            m.Ready: lambda member, message, _: self._ready(member, message),
+            m.Stopped: lambda member, message, _: self._generations.stopped(member, message),
+            m.Standing: lambda member, message, _: self._stands(member, message),
+            m.Filled: lambda member, message, _: self._views.filled(member, message),
+            m.Suspect: lambda member, message, _: self._suspect(member, message),
+            m.Pong: lambda member, message, _: self._pong(member, message),
+            m.Delayed: lambda member, message, _: setattr(member, "delayed", message.waiting),
+            m.Left: lambda member, message, _: self._left(member, message),
+            m.OwnBuffers: lambda member, message, tensors: self._observing.own_buffers(message, tensors),
+            m.SnapshotDone: lambda member, message, _: self._observing.snapshot_done(message),
+            m.Stop: lambda member, message, _: self._stop(),
+        }
+
+    # -- what a world may ask -------------------------------------------------------------------------------------
+    @property
+    def view(self) -> View | None:
+        """The newest view; None before everybody was there."""
+        return self._views.view
+
+    @property
+    def dismissed(self) -> bool:
+        """Whether everybody may go."""
+        return self._leaving.dismissed
+
+    @property
+    def generation(self) -> int:
+        return self._generations.number
+
+    @property
+    def workers(self) -> list[Who]:
+        """The workers that are there, by rank."""
+        return [self._roll.workers[rank].who for rank in sorted(self._roll.workers)]
+
+    @property
+    def finished(self) -> set[int]:
+        """Ranks of workers whose program is finished."""
+        return {rank for rank, worker in self._roll.workers.items() if worker.left}
+
+    @property
+    def deadline(self) -> float | None:
+        """When `wake` is to be called at the latest, if at all."""
+        return self._views.due
+
+    def actions(self) -> Iterator[Action]:
+        """What is to be done, in order, and is not yet; also what follows while it is being done."""
+        while self._roll.actions:
+            yield self._roll.actions.popleft()
+
+    # -- what a world tells ---------------------------------------------------------------------------------------
+    def start(self, now: float) -> None:
+        """The run begins: everybody is to be started."""
+        self._roll.now = self._started = now
+        for role in ("server", "coordinator", "worker"):
+            for number in range(self._roll.count(role)):
+                self._roll.start(role, number)
+        if self._roll.count("observer"):
+            self._observing.start()
+
+    def exists(self, who: Who, now: float) -> None:
+        """A member that was to be started has been."""
+        self._roll.now = now
+        if (member := self._roll.find(who)) is not None:
+            member.exists = True
+
+    def greeted(self, who: Who, contact: str, peers: str, now: float) -> None:
+        """A member has said its first word: where letters reach it, and where the collectives of workers do."""
+        self._notice(now)
+        if (member := self._roll.find(who)) is not None:
+            member.exists = member.greeted = True
+            member.contact, member.peers = contact, peers
+            member.heard_from()
+
+    def hear(self, who: Who, message: Any, now: float, tensors: Sequence[Any] = ()) -> None:
+        """A member has said something. Messages that are not for the membership are signs of life."""
+        self._notice(now)
+        member = self._roll.find(who)
+        if member is None:
+            return  # the last words of one that is known to be dead
+        member.heard_from()
+        if not isinstance(message, m.Alive):
+            member.heard = now
+        if self.dismissed and member.role != "observer":
+            return  # whatever it wanted is of no use to anybody any more
+        handle = self._handlers.get(type(message))
+        if handle is not None and (isinstance(message, m.Ready) or who.address not in self._roll.starting):
+            handle(member, message, tensors)
+
+    def snapshot_taken(self, who: Who, message: Taken, now: float, tensors: Sequence[Any] = ()) -> None:
+        """A worker has a snapshot for the observer. What the message says of it is the world's matter."""
+        self.hear(who, message, now)
+        self._observing.snapshot_taken(message, tensors)
+
+    def stepped(self, step: int) -> None:
+        """It is on record that training has come to this step."""
+        self._generations.step = max(self._generations.step, step)
+
+    def lost(self, who: Who, how: How, now: float) -> None:
+        """A member is gone. One that had finished may go; any other has died."""
+        self._notice(now)
+        member = self._roll.find(who)
+        if member is None or self.done:
+            return
+        if member.role == "observer":
+            self._roll.remove(member)
+            self._observing.lost(_in_words(how))
+        elif self.dismissed:
+            self._roll.remove(member)
+        elif who.address in self._roll.starting:
+            self._did_not_start(member, how)
+        else:
+            self._died(member, how)
+
+    def revive(self, address: int, now: float) -> None:
+        """A world that decides itself when the dead come back wants one of them started."""
+        self._roll.now = now
+        life = self._roll.lives[address]
+        if not self.dismissed and self._roll.find(Who(address, life)) is None:
+            member = Member(Who(address, life), now)
+            self._roll.start(member.role, member.number)
+
+    def wake(self, now: float) -> None:
+        """Publish what has been gathered until now."""
+        self._roll.now = now
+        if self._views.due is not None and now >= self._views.due:
+            self._views.renew()
+
+    def tick(self, now: float) -> None:
+        """To be called many times a second where members may hang: find those and end them."""
+        self._notice(now)
+        self.wake(now)
+        roll = self._roll
+        self._observing.end_idle()
+        observer = [] if self._observing.current is None else [self._observing.current]
+        self._liveness.end_silent([*roll.everybody(), *roll.starting.values(), *observer])
+        limit = max(START_SECONDS, self._rules.timeout)
+        if self.began is None and now - self._started > limit:
+            silent = ", ".join(member.name for member in roll.starting.values())
+            raise RunFailed(f"{silent or 'the workers'} did not start within {limit:.0f} s; look for errors above")
+        busy = [w for w in roll.workers.values() if not w.left or w is self._leaving.finisher]
+        waits = not self._regroups and any(w.left for w in roll.workers.values())
+        self._letters.end_hung(busy, busy if waits else [])
+        self._collectives.end_hung()
+        self._generations.end_silent()
+
+    def _notice(self, now: float) -> None:
+        """Note the time, and whether this process was stopped, before anything is made of what was said meanwhile."""
+        if self._ticked is not None and now - self._ticked > ABSENT_SECONDS:
+            self._back = now
+            if self._generations.forming_since is not None:
+                self._generations.forming_since = now
+        self._ticked = self._roll.now = now
+
+    # -- joining --------------------------------------------------------------------------------------------------
+    def _ready(self, member: Member, message: m.Ready) -> None:
+        if self._roll.starting.get(member.address) is not member:
+            return
+        self._roll.arrive(member)
+        self._failed_starts.pop(member.role, None)
+        if member.role != "server":
+            self._observing.joined(member)
+        if member.role != "server" and member.life:
+            self._roll.note(f"{member.role}_joined", member.worker, "" if member.role == "worker" else member.name)
+        if member.role != "server" and self._observing.reached:
+            self._roll.send(member, m.Stop())
+        if member.role == "server":
+            self._views.arrived(member, message)
+        if self.began is None and not self.generation:
+            self._begin_if_all_are_there()
+        elif member.role == "worker":
+            self._go_on_with(member)
+        elif member.role == "coordinator":
+            self._views.renew()
+
+    def _begin_if_all_are_there(self) -> None:
+        roll = self._roll
+        if roll.is_starting("worker", "server", "coordinator") or not roll.workers:
+            return
+        began = roll.now - self._rules.elapsed
+        if self._regroups:
+            self._generations.call()
+            return self._views.begin(began)  # for now; it is known once they have agreed
+        self.began = began
+        self._views.begin(began)
+        self._generations.number = 1
+        for worker in roll.workers.values():
+            self._let_go(worker)
+
+    def _let_go(self, worker: Member) -> None:
+        """Where workers do not regroup there is one generation, and each begins when it is told to."""
+        assert self.began is not None
+        members = sorted(self._roll.workers)
+        self._roll.send(worker, m.Go(1, members, [], [], members[0], self._generations.step, [], self.began))
+        self._roll.show(worker, "training")
+
+    def _go_on_with(self, newcomer: Member) -> None:
+        if self._regroups:
+            return self._regroup()
+        self._views.renew()
+        self._let_go(newcomer)
+
+    # -- generations ----------------------------------------------------------------------------------------------
+    def _regroup(self) -> None:
+        self._generations.call()
+        self._leaving.finisher = None
+        self._collectives.clear()
+        self._views.renew()
+
+    def _stands(self, worker: Member, message: m.Standing) -> None:
+        began = self._roll.now - self._rules.elapsed if self.began is None else self.began
+        go = self._generations.stands(worker, message, began)
+        if go is None:
+            return
+        if self.began is None:
+            self.began = self._views.began = began
+        else:
+            self._roll.note("regrouped", None, f"workers {', '.join(map(str, go.members))}")
+        for rank in go.members:
+            self._roll.send(self._roll.workers[rank], go)
+            self._roll.show(self._roll.workers[rank], "training")
+
+    # -- deaths ---------------------------------------------------------------------------------------------------
+    def _did_not_start(self, member: Member, how: How) -> None:
+        role, known = member.role, f"({how})" if isinstance(how, str) and how else ""
+        self._roll.remove(member)
+        self._failed_starts[role] = self._failed_starts.get(role, 0) + 1
+        if role == "worker":
+            self._roll.show(member, "lost")
+            self._roll.note("worker_lost", member.number, f"while starting {known}".rstrip())
+            if not self._roll.workers and not self._roll.is_starting("worker"):
+                raise WorkerFailed(f"no worker came up; {member.name} ended while starting ({_in_words(how)})")
+            self._replace(member)
+        else:
+            if role == "server":
+                self._views.missing(member)
+            self._roll.note(f"{role}_lost", None, f"{member.name}, while starting {known}".rstrip())
+            if self._failed_starts[role] < FAILED_STARTS:
+                self._roll.start(role, member.number)
+            elif self._views.view is None or role == "coordinator":
+                raise WorkerFailed(f"{member.name} ended while starting ({_in_words(how)})")
+        if self.began is None and not self.generation:
+            self._begin_if_all_are_there()
+
+    def _died(self, member: Member, how: How) -> None:
+        role = member.role
+        self._roll.remove(member)
+        if self._roll.population[role].death == "fail":
+            self._roll.note(f"{role}_lost", member.worker, "" if role == "worker" else member.name)
+            raise RunFailed(f"{member.name} {_in_words(how)}, and nobody can take its place; {self._rules.remedy}")
+        if role == "worker":
+            self._worker_died(member, how)
+        elif role == "server":
+            self._server_died(member, how)
+        else:
+            self._coordinator_died(member, how)
+
+    def _worker_died(self, member: Member, how: How) -> None:
+        roll, begun = self._roll, self.generation > 0
+        roll.show(member, "lost")
+        roll.note("worker_lost", member.number)
+        self._observing.gone(member)
+        if not roll.workers and (begun or not roll.is_starting("worker")) and not self._comes_back(member):
+            said = f"all workers are gone ({member.name} {_in_words(how)})"
+            raise RunFailed(f"{said}; {self._rules.saved()}; {self._rules.remedy}")
+        self._replace(member)
+        if not begun:
+            self._begin_if_all_are_there()
+        elif self._regroups:
+            self._regroup()
+        else:
+            self._views.renew()
+            self._leaving.dismiss_if_all_left()
+
+    def _server_died(self, member: Member, how: How) -> None:
+        if self._views.view is None:
+            return self._did_not_start(member, how)
+        self._views.lost(member)
+        self._replace(member)
+
+    def _coordinator_died(self, member: Member, how: How) -> None:
+        self._roll.note("coordinator_lost", None, member.name)
+        self._views.renew()
+        if not self._replace(member) and self._roll.population["coordinator"].death == "restart":
+            raise RunFailed(f"{member.name} died {LIVES} times (the last one {_in_words(how)}); {self._rules.remedy}")
+        if self.generation:
+            self._leaving.dismiss_if_all_left()
+
+    def _replace(self, member: Member) -> bool:
+        """Start another one in its place, if that is wanted."""
+        if self._may_be_replaced(member):
+            self._roll.start(member.role, member.number)
+            return True
+        return False
+
+    def _may_be_replaced(self, member: Member) -> bool:
+        wanted = member.role in self._rules.replaced or self._roll.population[member.role].death == "restart"
+        return wanted and member.life < LIVES and self._failed_starts.get(member.role, 0) < FAILED_STARTS
+
+    def _comes_back(self, worker: Member) -> bool:
+        """Whether a run without workers may wait for one, because others have what is needed to go on."""
+        return not self._regroups and self._may_be_replaced(worker)
+
+    # -- hangs ----------------------------------------------------------------------------------------------------
+    def _suspect(self, member: Member, message: m.Suspect) -> None:
+        if self._roll.now - self._back < self._rules.timeout:
+            return  # members may have waited for this process; whoever still waits will say so again
+        if message.rank < 0:
+            return self._collectives.suspect(member, message)
+        if not self._regroups or message.rank >= SERVERS:
+            return self._letters.suspect(member, message)
+        accused = self._roll.workers.get(message.rank)
+        if accused is not None and accused is not member and not accused.delayed:
+            self._roll.end(accused, f"{member.name} waited {message.seconds:.0f} s for it")
+
+    def _pong(self, member: Member, message: m.Pong) -> None:
+        if member.role == "worker":
+            self._collectives.pong(member)
+        self._letters.pong(member, message)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+    def _stop(self) -> None:
+        """The observer has seen the target reached."""
+        self._observing.reached = True
+        self._roll.note("target_reached")
+        for member in (*self._roll.workers.values(), *self._roll.coordinators.values()):
+            self._roll.send(member, m.Stop())
+
+    def _left(self, member: Member, message: m.Left) -> None:
+        if member.role == "observer":
+            self.done = True
+        else:
+            self._leaving.left(member, message)
+
+
+def _in_words(how: How) -> str:
+    return how if isinstance(how, str) else how()
