@@ -24,7 +24,7 @@ from torrential.trainer.rounds import Rounds
 from torrential.trainer.saving import Saving
 from torrential.trainer.snapshot import Outlet
 from torrential.trainer.snapshots import Snapshots
-from torrential.trainer.state import EVERYBODY, NamedStates, saved_states
+from torrential.trainer.state import NamedStates
 
 
 def _untimed(home: Home) -> Home:
@@ -52,13 +52,16 @@ class RoleContext:
         self._device, self._dry = device, device.type == "meta"
         self._meeting = torch.device("cpu") if meeting is None else meeting
         self._checkpoint, self._life, self._timed = checkpoint, life, timed
-        self.state = NamedStates()
+        alone = comm.address >= COORDINATORS
         schedule = schedule_of(config, strategy.joined(config.workers, config.batch_size))
         self.servers = servers_of(strategy, config.workers, max(1, config.servers))
-        self._first = checkpoint if self.servers is not None or not life else None
+        self._first = checkpoint if self.servers is not None or alone or not life else None
+        self.state = NamedStates(None if self._first is None else self._first.workers, str(comm.address))
         self.data = TrainingData(config, comm, schedule, lambda: self.params)
         self.progress = TrainingProgress(config, comm, outlet, self.data, schedule, self._first, life > 0)
         self.snapshots = Snapshots(comm, outlet, self.data, lambda: self.replica, self.state, self.progress, self._dry)
+        if alone:
+            self._go_on_alone()
         roles = strategy.roles(config.workers, config.servers)
         self._redone = any(role.name == "worker" and role.death == "regroup" for role in roles)
         self._rounds: Rounds | None = None
@@ -76,6 +79,7 @@ class RoleContext:
             self._meeting,
             self.comm.address < COORDINATORS,
             self._timed,
+            self._first,
         )
 
     @property
@@ -87,6 +91,13 @@ class RoleContext:
     def applied(self) -> int:
         """Steps taken so far in rounds; -1 before this member has agreed on anything with the others."""
         return -1 if self._rounds is None else self._rounds.applied
+
+    def _go_on_alone(self) -> None:
+        """A coordinator gives its snapshots alone, and knows by itself where it is in the data."""
+        self.progress.settle = lambda: self.snapshots.give_when_due(alone=True)
+        if self._first is not None:
+            self.data.place(self._first.epoch, self._first.cursor)
+            self.snapshots.resumed()
 
     # -- with servers -------------------------------------------------------------------------------------------
     @cached_property
@@ -124,15 +135,6 @@ class RoleContext:
             self._redone,
         )
         self._rounds.run(propose, conclude)
-
-    def begin_alone(self) -> None:
-        """For a coordinator: go on from the checkpoint, if there is one, and give snapshots alone."""
-        self.progress.settle = lambda: self.snapshots.give_when_due(alone=True)
-        if self._checkpoint is not None:
-            self.data.place(self._checkpoint.epoch, self._checkpoint.cursor)
-            self.snapshots.resumed()
-            self.state.load("everybody", saved_states(self._checkpoint.workers, EVERYBODY))
-            self.state.load("own", saved_states(self._checkpoint.workers, str(self.comm.address)))
 
     def leave(self) -> None:
         saving = self.progress.saving

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import Comm, Handle
 from torrential.config import RunConfig
 from torrential.data.deal import Batch
@@ -26,7 +27,7 @@ from torrential.trainer.backward import Gradients, Portion, Work
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.randomness import seed_all
 from torrential.trainer.slow import Brake
-from torrential.trainer.snapshot import buffers_of
+from torrential.trainer.snapshot import buffers_of, from_checkpoint
 from torrential.trainer.state import NamedStates
 from torrential.trainer.watch import BackwardWatch
 
@@ -48,11 +49,12 @@ class ModelReplica:
         meeting: torch.device,
         is_worker: bool,
         timed: Callable[[Home], Home],
+        checkpoint: Checkpoint | None,
     ) -> None:
         """`meeting`: where gradients meet that are summed; `timed`: what a world makes of parameters whose updates take
         time there."""
         self._task, self._config, self._comm, self._state, self._progress = task, config, comm, state, progress
-        self._device, self._meeting, self._timed = device, meeting, timed
+        self._device, self._meeting, self._timed, self._checkpoint = device, meeting, timed, checkpoint
         self._dry = device.type == "meta"  # nothing is computed there
         seed_all(device, config.seed, 0)
         whole = adapt_model(config.recipe, build_model(task))
@@ -116,6 +118,8 @@ class ModelReplica:
     def local(self, *, own: bool = False, alike: bool = False) -> LocalParameters:
         local = LocalParameters(self._parameters, self.layout, self._spec, self._device, self._task.clip_norm, own)
         self.parameters = local
+        if self._checkpoint is not None:
+            local.load(*from_checkpoint(self._checkpoint, self.layout))
         keep = self._state.own if own else self._state.moving
         keep("parameters", local.values, local.load_values)
         remember = self._state.everybody if alike else self._state.own

@@ -29,7 +29,7 @@ from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.replica import ModelReplica
 from torrential.trainer.snapshot import from_checkpoint
 from torrential.trainer.snapshots import Snapshots
-from torrential.trainer.state import EVERYBODY, NamedStates, saved_states
+from torrential.trainer.state import NamedStates
 
 _LOSS, _SAMPLES, _STOP, _FIRST = 0, 1, 2, 3  # places in a ballot; from _FIRST on: the strategy's own numbers
 
@@ -143,11 +143,10 @@ class Rounds:
             return
         self.applied = saved.step
         self._data.place(saved.epoch, saved.cursor)
-        self._parameters.counts[:] = [saved.applied.get(e.name, 0) for e in self._replica.layout.entries]
+        for entry in self._replica.layout.entries:
+            self._parameters.counts[entry.index] = saved.applied.get(entry.name, 0)
         self._snapshots.resumed()
         self._replica.load_rest(saved.model)
-        self._state.load("everybody", saved_states(saved.workers, EVERYBODY))
-        self._state.load("own", saved_states(saved.workers, str(self._comm.rank)))
 
     def _catch_up(self, standing: Standing) -> None:
         """The member that is furthest hands its state to those behind."""

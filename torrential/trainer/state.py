@@ -33,7 +33,14 @@ class _Kept:
 class NamedStates:
     """Implements strategies.context.State."""
 
-    def __init__(self) -> None:
+    def __init__(self, saved: Mapping[str, Tensor] | None = None, owner: str = "") -> None:
+        """`saved`: the states in the checkpoint that the run goes on from, each loaded as soon as it is registered;
+        `owner`: which of them are this role's own."""
+        self._saved = {
+            "everybody": _owned(saved or {}, EVERYBODY),
+            "own": _owned(saved or {}, owner),
+            "moving": {},
+        }
         self._kept: dict[str, _Kept] = {}
         self._before: dict[str, dict[str, Tensor]] = {}  # what a round under way may have changed, as it was
 
@@ -52,6 +59,8 @@ class NamedStates:
             what = "is registered already" if name in self._kept else "is no name for a state: it is empty, or has a /"
             raise BadInput(f"the state {name!r} {what}; call it something else")
         self._kept[name] = kept
+        if found := _owned(self._saved[kept.kind], name):
+            kept.load(found)
 
     # -- rounds -------------------------------------------------------------------------------------------------
     def remember(self) -> None:
@@ -89,11 +98,11 @@ class NamedStates:
     def load(self, kind: Literal["everybody", "own"], tensors: Mapping[str, Tensor]) -> None:
         """Take over states, as `tensors` gave them; those that are missing there stay as they are."""
         for name, kept in self._kept.items():
-            found = {key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")}
+            found = _owned(tensors, name)
             if kept.kind == kind and found:
                 kept.load(found)
 
 
-def saved_states(saved: Mapping[str, Tensor], owner: str) -> dict[str, Tensor]:
-    """The states of one owner in a checkpoint's workers.safetensors, by "<name>/<key>"."""
-    return {name.removeprefix(f"{owner}/"): t for name, t in saved.items() if name.startswith(f"{owner}/")}
+def _owned(tensors: Mapping[str, Tensor], owner: str) -> dict[str, Tensor]:
+    """Those whose names begin with "<owner>/", without that."""
+    return {name.removeprefix(f"{owner}/"): t for name, t in tensors.items() if name.startswith(f"{owner}/")}

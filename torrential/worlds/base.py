@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from torrential import checkpoint as checkpoints
 from torrential.checkpoint import Checkpoint
+from torrential.comm.protocol import COORDINATORS
 from torrential.config import RunConfig
 from torrential.records import Record
 from torrential.strategies.base import Strategy
@@ -27,6 +29,14 @@ class Job:
     warnings: Sequence[str] = ()  # what is likely a mistake, a line each
     elapsed: float = 0.0  # seconds that the run had taken by then
     evaluated: Mapping[tuple[str, int], float] = field(default_factory=dict)  # (split, step) on record: their times
+
+
+def going_on_from(job: Job, address: int, life: int) -> Checkpoint | None:
+    """The checkpoint that a program goes on from. A coordinator that takes the place of another has the newest; workers
+    get what they need from the other members, or from servers."""
+    if address < COORDINATORS or not life:
+        return job.checkpoint
+    return checkpoints.latest(job.directory / "checkpoints")[0]
 
 
 class Listener(Protocol):

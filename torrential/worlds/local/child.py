@@ -13,7 +13,7 @@ from torrential.comm.post import Post
 from torrential.comm.protocol import address_of
 from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
-from torrential.worlds.base import Job
+from torrential.worlds.base import Job, going_on_from
 from torrential.worlds.failure import describe
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.comm import LocalComm
@@ -101,7 +101,9 @@ def _build(
     comm.own_memory = role.death in ("view", "restart")
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
     meeting = device if backend == "nccl" else torch.device("cpu")
-    context = RoleContext(job.task, config, job.strategy, comm, outlet, device, meeting, job.checkpoint, life)
+    context = RoleContext(
+        job.task, config, job.strategy, comm, outlet, device, meeting, going_on_from(job, rank, life), life
+    )
     assert context.replica  # built before it joins: a slow model factory stalls nobody
     return context, comm
 

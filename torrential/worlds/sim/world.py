@@ -25,7 +25,7 @@ from torrential.strategies.roles import Role as StrategyRole
 from torrential.trainer.context import RoleContext
 from torrential.trainer.observer import Observer
 from torrential.trainer.serving import ServerPlan
-from torrential.worlds.base import Job, Listener
+from torrential.worlds.base import Job, Listener, going_on_from
 from torrential.worlds.failure import attributed, describe, failed, last_good, resuming
 from torrential.worlds.population import population
 from torrential.worlds.sim.cluster import Cluster, Fault
@@ -115,7 +115,7 @@ class _Run:
         dry = config.settings.gradients == "off"
         self._hub = Hub(self._kernel, cluster, config.seed, self._trace, "meta" if dry else "cpu")
         roles = job.strategy.roles(config.workers, config.servers)
-        self._programs = {role.name: role for role in roles if isinstance(role, StrategyRole)}
+        self._programs: dict[str, StrategyRole] = {r.name: r for r in roles if isinstance(r, StrategyRole)}
         self._membership = Membership(population(job), rules_of(job))
         self._group = Group(self._hub, self._membership, self)
         real = torch.device(config.device)
@@ -218,7 +218,7 @@ class _Run:
         role = self._programs[role_of(address)[0]]
         self._contexts.pop(role_name(address), None)
         self._running += 1
-        comm = SimComm(self._hub, self._group, config, address, self._host_of(address), self._seconds_per_sample, life)
+        comm = SimComm(self._hub, self._group, config, address, self._seconds_per_sample, life, self._host_of(address))
         outlet = SimOutlet(who, self._group, self._write)
 
         def program() -> None:
@@ -232,7 +232,7 @@ class _Run:
                 outlet,
                 self._device,
                 host,
-                self._job.checkpoint,
+                going_on_from(self._job, address, life),
                 life,
                 timed,
             )
