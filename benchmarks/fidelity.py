@@ -36,6 +36,7 @@ from benchmarks.sync import NEVER, describe, machine
 from torrential.comm.post import BRISK_SECONDS
 from torrential.records import Step
 from torrential.strategies import STRATEGIES
+from torrential.strategies.base import needs_servers
 from torrential.tasks.digits import digits
 from torrential.worlds.local.servers import Servers
 from torrential.worlds.sim.mail import COPY, LOOK
@@ -100,7 +101,7 @@ def _time(key: Key, task: tt.Task, steps: int, warmup: float, window: int, **opt
             task,
             strategy,
             workers=workers,
-            servers=1 if STRATEGIES[strategy].served else None,
+            servers=1 if needs_servers(STRATEGIES[strategy]) else None,
             steps=steps,
             epochs=NEVER,
             evaluate_every=NEVER,
@@ -177,7 +178,7 @@ class Fit:
     request: float
 
     def cluster(self, key: Key, cores: int) -> dict[str, Any]:
-        kind = self.kinds[key[0]]["served" if STRATEGIES[key[1]].served else "allreduce"]
+        kind = self.kinds[key[0]]["served" if needs_servers(STRATEGIES[key[1]]) else "allreduce"]
         return {
             "compute": {
                 "seconds_per_step": kind.compute,  # batches are all of one size

@@ -14,6 +14,7 @@ import torrential as tt
 from tests.test_equivalence import TOLERANCE, assert_equal_models, fresh, half_loop, half_task, plain_loop
 from torrential.records import Evaluation, Step
 from torrential.strategies import STRATEGIES
+from torrential.strategies.base import needs_servers
 from torrential.tasks import load_task
 
 pytestmark = pytest.mark.timeout(120)
@@ -38,7 +39,7 @@ JOINED: dict[str, dict[str, Any]] = {  # ... and with which many are one with a 
 def train(
     out: Path, world: str, strategy: str, workers: int, task: tt.Task | str = "digits-mlp", **options: Any
 ) -> tt.TrainResult:
-    served = {"servers": 2} if STRATEGIES[strategy].served else {}
+    served = {"servers": 2} if needs_servers(STRATEGIES[strategy]) else {}
     given = WORLDS[world] | served | {"device": "cpu", "progress": False} | options
     return tt.train(task, strategy, workers=workers, world=world, out=out, **given)
 

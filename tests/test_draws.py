@@ -23,6 +23,7 @@ from tests.test_equivalence import assert_equal_models, fresh
 from torrential.data.deal import Deal, order
 from torrential.records import RECORDS
 from torrential.strategies import STRATEGIES
+from torrential.strategies.base import needs_servers
 from torrential.trainer.randomness import seed_all
 
 pytestmark = pytest.mark.timeout(120)
@@ -84,7 +85,7 @@ def a_task(train: type[Noisy] | type[Shifted] = Noisy) -> tt.Task:
 
 
 def train(out: Path, world: str, strategy: str, workers: int, task: tt.Task | None = None, **options: Any) -> Any:
-    served = {"servers": 2} if STRATEGIES[strategy].served else {}
+    served = {"servers": 2} if needs_servers(STRATEGIES[strategy]) else {}
     given = WORLDS[world] | served | {"device": "cpu", "progress": False} | options
     return tt.train(task or a_task(), strategy, workers=workers, world=world, out=out, **given)
 

@@ -20,6 +20,7 @@ from tests.test_contract import PLAIN, WORLDS
 from tests.test_equivalence import assert_equal_models, fresh, plain_loop, small_task
 from torrential.errors import BadInput, RunFailed
 from torrential.strategies import STRATEGIES
+from torrential.strategies.base import needs_servers
 
 pytestmark = pytest.mark.timeout(120)
 STEPS = 20
@@ -189,7 +190,7 @@ def images() -> nn.Module:
 
 
 def run(task: tt.Task, out: Path, strategy: str, world: str = "local", **options: Any) -> tt.TrainResult:
-    served = {"servers": 2} if STRATEGIES[strategy].served else {}
+    served = {"servers": 2} if needs_servers(STRATEGIES[strategy]) else {}
     given = {"device": "cpu", "progress": False, "steps": STEPS} | WORLDS[world] | served | options
     return tt.train(task, strategy, out=out, world=world, **given)
 

@@ -19,6 +19,7 @@ from torrential.optim.rates import Rates
 from torrential.params.layout import plan
 from torrential.params.whole import form_of
 from torrential.strategies import STRATEGIES
+from torrential.strategies.base import needs_servers
 
 STRATEGIES_TRIED = ["allreduce", "ssp"]
 
@@ -88,7 +89,7 @@ class Deaf(torch.optim.SGD):
 
 def train(kind: type[torch.optim.Optimizer], out: Path, strategy: str, world: str = "local", **options: Any) -> Any:
     task = small_task(160, optimizer=tt.optimizer(kind, lr=0.1))
-    served = {"servers": 2} if STRATEGIES[strategy].served else {}
+    served = {"servers": 2} if needs_servers(STRATEGIES[strategy]) else {}
     given = {"device": "cpu", "progress": False, "steps": 20} | WORLDS[world] | served | options
     return tt.train(task, strategy, out=out, world=world, **given)
 

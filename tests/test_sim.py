@@ -16,14 +16,15 @@ from torrential import checkpoint as checkpoints
 from torrential.errors import BadInput, RunFailed
 from torrential.records import RECORDS, Event, Step, read_records
 from torrential.strategies import STRATEGIES
+from torrential.strategies.base import needs_servers
 from torrential.tasks.digits import digits
 
 FAST: dict[str, Any] = {"compute": {"seconds_per_sample": 1e-3}, "detection": 0.05}
-SERVED = [name for name, kind in STRATEGIES.items() if kind.served]
+SERVED = [name for name, kind in STRATEGIES.items() if needs_servers(kind)]
 
 
 def simulate(out: Path, strategy: str, workers: int = 4, cluster: dict[str, Any] | None = None, **options: Any) -> Any:
-    if STRATEGIES[strategy].served:
+    if needs_servers(STRATEGIES[strategy]):
         options = {"servers": 2} | options
     return tt.train(
         "digits-mlp",

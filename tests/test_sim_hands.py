@@ -27,6 +27,7 @@ from torrential import checkpoint as checkpoints
 from torrential.errors import BadInput, RunFailed, WorkerFailed
 from torrential.records import RECORDS
 from torrential.strategies import STRATEGIES
+from torrential.strategies.base import needs_servers
 from torrential.worlds.sim import world
 from torrential.worlds.sim.hands import Hands
 
@@ -86,7 +87,7 @@ def simulate(out: Path, strategy: str, task: Any = None, **options: Any) -> Any:
         task or fickle(),
         strategy,
         workers=4,
-        servers=2 if STRATEGIES[strategy].served else None,
+        servers=2 if needs_servers(STRATEGIES[strategy]) else None,
         world="sim",
         out=out,
         device="cpu",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torrential.strategies import STRATEGIES
+from torrential.strategies.base import needs_servers
 from torrential.testing.schedule import Schedule, draw
 from torrential.testing.sweep import check, simulate
 from torrential.worlds.sim.kernel import MANY, Kernel, Role
@@ -146,7 +147,7 @@ def rough(strategy: str) -> Schedule:
         kinds = {fault["kind"] for fault in schedule.cluster["faults"]}
         accidents = schedule.cluster["accidents"]
         lossy = accidents["loss"] and accidents["delay"]
-        served = schedule.servers > 1 or not STRATEGIES[strategy].served
+        served = schedule.servers > 1 or not needs_servers(STRATEGIES[strategy])
         rough = kinds >= {"crash", "partition"} and lossy and served
         if schedule.strategy == strategy and rough and not check(seed):
             return schedule

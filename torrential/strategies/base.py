@@ -5,16 +5,18 @@ A program is plain blocking code. Whatever it needs from outside (time, randomne
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 from torch import Tensor
 
 from torrential.comm.protocol import Comm, Handle
-from torrential.config import RunConfig
+from torrential.config import RunConfig, owner_of
 from torrential.data.deal import Share
+from torrential.errors import BadInput
 from torrential.params.home import Home, Update
 from torrential.params.layout import Bucket
 from torrential.server.client import Answer, Client, Pending
@@ -129,15 +131,33 @@ class ServedContext(Protocol):
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
-    """Subclasses are frozen structs: their fields are the strategy's options."""
+    """How workers cooperate: a subclass has its options as fields with defaults, and the programs of its roles.
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
+    A string below a field explains the option to `torrential strategies`, as the class's docstring does the strategy.
+    """
+
+    name: ClassVar[str] = ""
+    """What the strategy is called in messages and directories; by default as its class is."""
+    summary: ClassVar[str] = ""
+    """The strategy in one line; by default the first of its docstring."""
     bucket_bytes: ClassVar[int] = 1 << 22
     served: ClassVar[bool] = False  # whether parameters are kept by servers
     together: ClassVar[bool] = False  # if served: whether the workers of a clock are dealt one joined batch
     handlers: ClassVar[Mapping[str, Callable[..., Sequence[Tensor]]]] = {}
     """If served: what `ctx.params.call(name)` has the servers do, given a shard, options and tensors."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for field in cls.__dict__["__slots__"]:  # the fields that this class adds; msgspec sets the others up later
+            owner = "Strategy" if hasattr(Strategy, field) else owner_of(field)
+            if owner is not None:
+                raise BadInput(
+                    f"{cls.__name__} has an option {field!r}, which is a name of {owner} already; give it another name"
+                )
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__
+        if "summary" not in cls.__dict__:
+            cls.summary = (inspect.cleandoc(cls.__doc__ or "").splitlines() or [""])[0]
 
     def worker(self, ctx: Context) -> None:
         raise NotImplementedError
@@ -153,3 +173,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         """The servers' optimizer, given the task's. Its rate is the run's, unless another is asked for."""
         return spec
+
+
+def needs_servers(strategy: Strategy | type[Strategy]) -> bool:
+    """Whether the strategy's parameters are kept by servers."""
+    return strategy.served

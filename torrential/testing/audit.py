@@ -22,6 +22,7 @@ from torrential.data.deal import Deal, order
 from torrential.server.messages import Done, Push, Range, Refused, Take
 from torrential.server.role import Server
 from torrential.server.shard import Shard
+from torrential.strategies.base import needs_servers
 from torrential.testing.events import EVENTS, Happened
 from torrential.testing.ledger import Ledger
 from torrential.trainer.randomness import seed_all
@@ -60,7 +61,7 @@ class Audit:
         self._taken: dict[int, int] = {}  # samples, by step
         self.lost = ""  # what is gone, so that the run may fail
         self._ledger: Ledger | None = None
-        if job.strategy.served:
+        if needs_servers(job.strategy):
             plan = ServerPlan(job.task, job.config, job.strategy)
             self._consistency = plan.consistency
             self._ledger = Ledger(plan.initial().parameters, plan.consistency, self._complain)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from torrential.strategies import STRATEGIES
+from torrential.strategies.base import needs_servers
 
 SECONDS_PER_SAMPLE = 1e-3
 ALGORITHMS = ("auto", "naive", "direct", "ring", "halving", "blocks", "tree")
@@ -46,7 +47,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 def draw(seed: int) -> Schedule:
     chance = Random(f"schedule {seed}")
     strategy = chance.choice(sorted(STRATEGIES))
-    served = STRATEGIES[strategy].served
+    served = needs_servers(STRATEGIES[strategy])
     workers = chance.randint(1, 5)
     servers = chance.randint(1, 4) if served else 0
     batch_size, epochs = chance.randint(1, 4), chance.choice((1, 1, 2))

@@ -92,7 +92,7 @@ def _build(
     backend = None if not native else ("nccl" if own_gpu else "gloo")
     buffers = Buffers(link, rank)
     comm = LocalComm(
-        rank, config.workers, link, buffers, messenger, post, config.settings, backend, job.directory / "costs.json"
+        rank, config.workers, link, buffers, messenger, post, config.local, backend, job.directory / "costs.json"
     )
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
     if job.strategy.served:

@@ -164,7 +164,7 @@ class Servers:
             raise WorkerFailed(f"{server.name} ended while starting {how}".rstrip())
 
     def _replace(self, server: Member) -> None:
-        if self._config.settings.restart_servers and server.life < LIVES:
+        if self._config.local.restart_servers and server.life < LIVES:
             self._spawn(server.rank, server.life + 1)
 
     def _spawn(self, number: int, life: int) -> None:

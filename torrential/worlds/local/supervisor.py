@@ -60,7 +60,7 @@ class LocalWorld:
         self._launch.used = True
         registry = Registry()
         parcel = shipping.pack(job)
-        crew = Crew(self._launch.socket, parcel.fds, job.config.settings.transport, job.strategy.served)
+        crew = Crew(self._launch.socket, parcel.fds, job.config.local.transport, job.strategy.served)
         try:
             _Run(job, crew, registry, write, listener).supervise()
         finally:
@@ -76,7 +76,7 @@ class _Run:
     ) -> None:
         self._job, self._crew, self._registry, self._listener = job, crew, registry, listener
         self._write_record = write
-        self._settings = job.config.settings
+        self._settings = job.config.local
         self._workers: dict[int, Member] = {}  # said hello and not lost
         self._served = job.strategy.served
         self._servers = Servers(job.config, crew, registry, self._workers, self._event, self._remedy())
