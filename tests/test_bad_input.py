@@ -202,7 +202,7 @@ def test_values_that_cannot_be_used(
         (("restart=perhaps",), "restart must be true or false (given: 'perhaps')"),
         (("server=foo", "--strategy", "downpour"), "server must be adagrad or task (given: 'foo')"),
         (("accumulate=0",), "accumulate must be a whole number of at least 1 (given: '0')"),
-        (("timeout=inf",), "timeout must be a number, and finite (given: 'inf')"),
+        (("timeout=inf",), "timeout must be a number above 0, and finite (given: 'inf')"),
         (("milestones=0.5;0.7",), "milestones must be a list of numbers, as in 0.5,0.75 (given: '0.5;0.7')"),
     ],
 )
@@ -491,7 +491,7 @@ def finished_run(directory: Path, **config: Any) -> Path:
     given = dict(
         task="digits", source="digits", strategy="allreduce", options={}, world="local", workers=1, servers=0,
         epochs=1, steps=None, target=None, batch_size=32, lr=0.05, samples=1350, seed=0, device="cpu",
-        optimizer={"kind": "SGD", "lr": 0.05, "momentum": 0.9}, settings={},
+        optimizer={"kind": "SGD", "lr": 0.05, "momentum": 0.9}, settings={"world": "local"}, samples_per_step=32,
     )  # fmt: skip
     directory.mkdir()
     records.write_manifest(

@@ -135,6 +135,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     cluster: dict[str, Any] | None = None  # what is simulated, as in a cluster file
     base_batch: Count = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.settings, WORLDS.get(self.world, ())):
+            raise ValueError(f"the settings are not those of the world {self.world!r}")
+
     @property
     def local(self) -> LocalSettings:
         """The settings of a run on this machine's processes."""

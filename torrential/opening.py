@@ -18,7 +18,7 @@ from torrential.locks import lock_directory
 from torrential.records import Evaluation, Summary
 from torrential.resolve import Request, choose_device, resolve
 from torrential.strategies.base import Strategy
-from torrential.strategies.registry import Given, is_loadable, resolve_strategy
+from torrential.strategies.registry import Given, is_loadable, plain_options, resolve_strategy
 from torrential.task import Task, build_model, with_validation
 from torrential.tasks import load_task
 from torrential.terminal import standard_error
@@ -145,7 +145,7 @@ def _same_strategy(directory: Path, config: RunConfig, given: Given | None) -> S
         raise BadInput(f"the strategy of {directory} has changed ({then} then, {now} now); start another run")
     if not isinstance(given, Strategy):
         return found.make(config.options)
-    if (options := msgspec.to_builtins(given)) != config.options:
+    if (options := plain_options(given)) != config.options:
         raise BadInput(f"the options of {now} have changed ({config.options} then, {options} now); start another run")
     return given
 

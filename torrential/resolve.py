@@ -23,7 +23,7 @@ from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make
 from torrential.optim.schedule import schedule_of
 from torrential.options import make
 from torrential.strategies.base import Strategy, needs_servers
-from torrential.strategies.registry import Given, Resolved, resolve_strategy
+from torrential.strategies.registry import Given, Resolved, plain_options, resolve_strategy
 from torrential.task import OptimizerSpec, Task, with_validation
 from torrential.trainer.optimizer import check_optimizer
 from torrential.trainer.slow import Slow
@@ -92,7 +92,7 @@ def resolve(asked: Request) -> ResolvedRun:
         task=task.name,
         source=None if asked.source is None else absolute_spec(asked.source),
         strategy=found.source,
-        options=msgspec.to_builtins(strategy),
+        options=plain_options(strategy),
         world=asked.world,
         workers=asked.workers,
         servers=servers,

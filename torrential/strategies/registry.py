@@ -57,6 +57,16 @@ def resolve_strategy(given: Given) -> Resolved:
     return Resolved(kind, _source_of(kind))
 
 
+def plain_options(strategy: Strategy) -> dict[str, Any]:
+    """The options of a strategy as a manifest has them."""
+    try:
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(strategy))
+    except (TypeError, msgspec.MsgspecError) as error:
+        kind = type(strategy).name
+        raise BadInput(f"the options of {kind} cannot be recorded: {error}; use numbers, text and lists") from error
+    return plain
+
+
 def is_loadable(source: str) -> bool:
     """Whether a strategy can be had again from what a manifest says of it: not if a program made it."""
     return bool(split_spec(source)[0]) or ":" not in source

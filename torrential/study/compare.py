@@ -13,7 +13,7 @@ import msgspec
 from torrential.errors import BadInput, RunFailed
 from torrential.records import fresh_directory
 from torrential.strategies.base import Strategy
-from torrential.strategies.registry import Given, is_loadable, resolve_strategy
+from torrential.strategies.registry import Given, is_loadable, plain_options, resolve_strategy
 from torrential.study.ask import Asked, ObjectEntry, absolute_entries, split_trials
 from torrential.study.comparison import Comparison, comparison_of
 from torrential.study.conduct import conduct
@@ -110,8 +110,9 @@ def _entry(given: Given) -> tuple[str | ObjectEntry, type[Strategy] | None]:
         return ObjectEntry(found.source, {}), found.kind
     fields = msgspec.structs.fields(found.kind)
     usual = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields}
-    changed = {name: value for name, value in msgspec.structs.asdict(given).items() if value != usual[name]}
-    return ObjectEntry(found.source, msgspec.to_builtins(changed)), found.kind
+    plain = plain_options(given)
+    changed = {name: value for name, value in plain.items() if getattr(given, name) != usual[name]}
+    return ObjectEntry(found.source, changed), found.kind
 
 
 def _cluster(given: AnyCluster) -> str | dict[str, Any]:
