@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from torrential.bench.job import Vector, bench_job
-from torrential.config import Settings
+from torrential.config import LocalSettings
 from torrential.errors import RunFailed
 from torrential.records import Record
 from torrential.run import Silent
@@ -243,7 +243,7 @@ def _allowed(slot: int, sent: int, acknowledged: int) -> set[tuple[int, int]]:
 
 
 def job(plan: Plan) -> Job:
-    settings = Settings(transport=plan.transport, threads=1, restart=True, replicas=plan.replicas)  # type: ignore[arg-type]
+    settings = LocalSettings(transport=plan.transport, threads=1, restart=True, replicas=plan.replicas)  # type: ignore[arg-type]
     made = bench_job(Audit(plan=plan), settings, plan.workers, plan.servers, NUMEL)
     task = dataclasses.replace(made.task, model=functools.partial(Wide, NUMEL), optimizer=optimizer("sgd", lr=1.0))
     return dataclasses.replace(made, task=task)

@@ -18,7 +18,7 @@ from random import Random
 
 import msgspec
 
-from torrential.config import RunConfig, Settings
+from torrential.config import LocalSettings, RunConfig
 from torrential.records import (
     Evaluation,
     Event,
@@ -30,7 +30,7 @@ from torrential.records import (
     encode,
     write_manifest,
 )
-from torrential.report.page import write_report
+from torrential.reporting.page import write_report
 from torrential.study.read import read_study
 
 STRATEGIES = ("allreduce", "bsp", "ssp", "downpour")
@@ -79,8 +79,8 @@ def make_run(directory: Path, strategy: str, seed: int, count: int) -> None:
     versions, hardware = describe_machine()
     config = RunConfig(
         task="digits", source="digits", strategy=strategy, options={}, world="local", workers=WORKERS, servers=1,
-        epochs=20, steps=None, target=TARGET, samples=1350, batch_size=16, lr=0.05, optimizer={}, seed=seed,
-        device="cpu", settings=Settings(),
+        epochs=20, steps=None, target=TARGET, samples=1350, batch_size=16, samples_per_step=16 * WORKERS, lr=0.05,
+        optimizer={}, seed=seed, device="cpu", settings=LocalSettings(),
     )  # fmt: skip
     manifest = Manifest(
         torrential="0.1.0", config=msgspec.to_builtins(config), versions=versions, hardware=hardware, seed=seed,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from torrential.bench.job import bench_job
-from torrential.config import Settings
+from torrential.config import LocalSettings
 from torrential.run import Silent
 from torrential.server.client import Client
 from torrential.server.consistency import Consistency
@@ -287,7 +287,7 @@ class Bench(Strategy, frozen=True, kw_only=True):
 
 
 def ours(setup: Setup) -> None:
-    settings = Settings(transport=setup.transport, threads=setup.threads)  # type: ignore[arg-type]
+    settings = LocalSettings(transport=setup.transport, threads=setup.threads)  # type: ignore[arg-type]
     job = bench_job(Bench(setup=setup), settings, setup.workers, setup.servers, setup.numel)
     launch = Launch()
     try:

@@ -32,7 +32,7 @@ from experiments import ddp
 from torrential.errors import TorrentialError
 from torrential.progress import metric_value
 from torrential.records import replace_file
-from torrential.report.page import write_report
+from torrential.reporting.page import write_report
 from torrential.run import planned_steps
 from torrential.study.ask import Asked, Question, make_specs
 from torrential.study.conduct import conduct

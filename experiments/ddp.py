@@ -38,11 +38,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from torrential import prepare, records
+from torrential import opening, records
 from torrential.config import RunConfig
 from torrential.data.batches import Batches
 from torrential.errors import RunFailed, WorkerFailed
 from torrential.records import Record, RecordWriter, Step
+from torrential.resolve import Request
 from torrential.run import summarise
 from torrential.strategies.allreduce import AllReduce
 from torrential.task import Task, with_validation
@@ -62,16 +63,16 @@ END_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
 
 
-def run(request: prepare.Request, directory: Path, listener_for: Callable[[Job], Listener]) -> None:
+def run(request: Request, directory: Path, listener_for: Callable[[Job], Listener]) -> None:
     """One run in a fresh directory, which torrential's readers take for one of its own. `request` is for allreduce."""
-    job = as_ddp(prepare.prepare(request, directory))
+    job = as_ddp(opening.open_run(request, directory))
     try:
         path = directory / records.RECORDS
         with RecordWriter(path) as writer:
             _carry_out(job, writer.write, listener_for(job))
             writer.write(summarise(job, records.read_records(path)))
     finally:
-        prepare.unlock(directory)
+        opening.unlock(directory)
 
 
 def as_ddp(job: Job) -> Job:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from torrential.config import RunConfig, Settings
+from torrential.config import LocalSettings, RunConfig, SimSettings
 from torrential.records import (
     RECORDS,
     Evaluation,
@@ -51,7 +51,8 @@ def config(strategy: str = "allreduce", **different: Any) -> RunConfig:
         "optimizer": {},
         "seed": 0,
         "device": "cpu",
-        "settings": Settings(),
+        "settings": SimSettings() if different.get("world") == "sim" else LocalSettings(),
+        "samples_per_step": 20,
     }
     return RunConfig(**given | different)
 

@@ -25,13 +25,13 @@ import torch
 
 from torrential import checkpoint as checkpoints
 from torrential import cli, records, run
-from torrential.config import SIMULATED, Recipe, Settings, without_effect
+from torrential.config import WORLDS, Recipe, Settings, without_effect
 from torrential.data.deal import Deal
 from torrential.errors import BadInput
 from torrential.options import explain
 from torrential.strategies import STRATEGIES
 from torrential.strategies.base import needs_servers
-from torrential.tasks import check_own
+from torrential.userfiles import check_own
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -202,7 +202,7 @@ def test_values_that_cannot_be_used(
         (("restart=perhaps",), "restart must be true or false (given: 'perhaps')"),
         (("server=foo", "--strategy", "downpour"), "server must be adagrad or task (given: 'foo')"),
         (("accumulate=0",), "accumulate must be a whole number of at least 1 (given: '0')"),
-        (("timeout=inf",), "timeout must be a number, and finite (given: 'inf')"),
+        (("timeout=inf",), "timeout must be a number above 0, and finite (given: 'inf')"),
         (("milestones=0.5;0.7",), "milestones must be a list of numbers, as in 0.5,0.75 (given: '0.5;0.7')"),
     ],
 )
@@ -491,7 +491,7 @@ def finished_run(directory: Path, **config: Any) -> Path:
     given = dict(
         task="digits", source="digits", strategy="allreduce", options={}, world="local", workers=1, servers=0,
         epochs=1, steps=None, target=None, batch_size=32, lr=0.05, samples=1350, seed=0, device="cpu",
-        optimizer={"kind": "SGD", "lr": 0.05, "momentum": 0.9}, settings={},
+        optimizer={"kind": "SGD", "lr": 0.05, "momentum": 0.9}, settings={"world": "local"}, samples_per_step=32,
     )  # fmt: skip
     directory.mkdir()
     records.write_manifest(
@@ -753,23 +753,20 @@ def test_all_that_can_be_set_is_shown_and_explained(name: str, main_here: Callab
     ended = main_here("strategies", name)
     assert ended.code == 0 and ended.err == ""
     shown = " ".join(ended.out.split())
-    options = [option for kind in (STRATEGIES[name], Settings, Recipe) for option in explain(kind)]
-    assert len(options) == len({option.name for option in options})
-    hidden = without_effect(needs_servers(STRATEGIES[name]))
-    assert not [o.name for o in options if o.name in hidden and f" {o.name}" in shown and o.about in shown]
-    if needs_servers(STRATEGIES[name]):
-        assert "scaling=none (none | linear | sqrt) " in shown
-        hidden = hidden | {"scaling"}
-    for option in (option for option in options if option.name not in hidden):
-        assert option.about and f"{option.about} " in f"{shown} ", option
-        default = f"={option.default}" if option.default else ""
-        assert f" {option.name}{default} " in shown
-        assert " | ".join(option.choices) in shown
-    assert "schedule=constant (constant | step | cosine | poly) What the rate does after warm-up. " in shown
-    simulated = shown.partition("Of simulations only (--world sim). ")[2].partition(" How to train with large batches")[
-        0
-    ]
-    assert [name for name in SIMULATED if f"{name}=" not in simulated] == [] and simulated.count("=") == len(SIMULATED)
+    hidden, sections = without_effect(needs_servers(STRATEGIES[name])), shown
+    owners = {f"Of {name} alone": STRATEGIES[name]} | {str(kind.__doc__): kind for kind in (Settings, *WORLDS.values())}
+    for heading, kind in reversed([*owners.items(), (str(Recipe.__doc__), Recipe)]):
+        sections, _, section = sections.partition(f"{heading}")
+        inherited = Settings.__struct_fields__ if kind in WORLDS.values() else ()
+        options = [o for o in explain(kind) if o.name not in hidden and o.name not in inherited]
+        assert section.count("=") >= sum(bool(o.default) for o in options)
+        for option in options:
+            default = f"={option.default}" if option.default else ""
+            choices = [c for c in option.choices if not (c == "loss" and needs_servers(STRATEGIES[name]))]
+            shown_choices = f"({' | '.join(choices)}) " if choices else ""
+            assert option.about and f" {option.name}{default} {shown_choices}{option.about} " in f"{section} ", option
+        assert not [name for name in hidden if f" {name}=" in section]
+    assert "Of " not in sections.rpartition("What can be set")[2]
 
 
 @pytest.mark.parametrize("name", [name for name, kind in STRATEGIES.items() if needs_servers(kind)])
@@ -777,7 +774,7 @@ def test_what_is_not_shown_is_refused(name: str, refused: Callable[..., str]) ->
     for option in ("algorithm=ring", "grow=true", "resize=0:0.5", "scaling=loss"):
         given = ("--strategy", name, "--workers", 2, "--set", option, "--set", "schedule=step")
         assert option.partition("=")[0] in refused("train", "digits", *given)
-    assert without_effect(served=True) == {"algorithm", "hosts", "grow", "resize"}
+    assert without_effect(with_servers=True) == {"algorithm", "hosts", "grow", "resize"}
 
 
 def test_help_says_where_options_are_explained(main_here: Callable[..., Ended]) -> None:

@@ -16,9 +16,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import torrential as tt
-from torrential import prepare
+from torrential import opening
 from torrential.errors import BadInput
 from torrential.records import Event, read_records
+from torrential.resolve import Request
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
@@ -100,13 +101,13 @@ def test_a_slow_evaluation_is_no_hung_worker(tmp_path: Path) -> None:
 def test_a_run_under_way_cannot_be_resumed(tmp_path: Path) -> None:
     """Found by attack: a second process resumed a running run, and both wrote over each other."""
     task = tt.Task(model=lookup(), loss=F.cross_entropy, train=data(), test=data(), epochs=1)
-    job = prepare.prepare(prepare.Request(task=task, options={}), tmp_path / "run")
+    job = opening.open_run(Request(task=task, options={}), tmp_path / "run")
     with pytest.raises(BadInput, match="still going on"):
-        prepare.prepare_resume(job.directory, task)
-    prepare.unlock(job.directory)
+        opening.resume_run(job.directory, task)
+    opening.unlock(job.directory)
     changed = tt.Task(model=lookup(), loss=F.cross_entropy, train=data(200), test=data(), epochs=1)
     with pytest.raises(BadInput, match="training samples: 87 then, 180 now"):
-        prepare.prepare_resume(job.directory, changed)
+        opening.resume_run(job.directory, changed)
 
 
 def test_a_model_that_freezes_itself(tmp_path: Path) -> None:

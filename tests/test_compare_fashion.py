@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from experiments import compare_fashion as experiment
 from experiments import ddp
-from torrential import prepare, records
+from torrential import opening, records
 from torrential.records import Record, Step
 from torrential.study.ask import Question
 from torrential.study.directory import open_directory
@@ -45,8 +45,8 @@ def test_ddp_is_an_entry_like_the_others(question: Question) -> None:
 def test_the_manifest_of_a_ddp_run(question: Question, tmp_path: Path) -> None:
     (spec,) = (spec for spec in question.entries if spec.strategy == "allreduce")
     asked = request(question.asked, spec, load_task("digits-mlp"), 7)
-    job = ddp.as_ddp(prepare.prepare(asked, tmp_path / "run"))
-    prepare.unlock(job.directory)
+    job = ddp.as_ddp(opening.open_run(asked, tmp_path / "run"))
+    opening.unlock(job.directory)
     kept = records.read_manifest(job.directory).config
     assert kept["strategy"] == "ddp" and kept["seed"] == 7 and kept["workers"] == 2 and kept["target"] == 0.9
     assert kept["settings"]["slow"] == "1:4" and kept["settings"]["evaluate_every"] == spec.evaluate_every

@@ -9,9 +9,8 @@ import sys
 import pytest
 
 from torrential import completion
-from torrential.config import Recipe, Settings
+from torrential.config import LocalSettings, Recipe
 from torrential.strategies import STRATEGIES
-from torrential.strategies.base import needs_servers
 from torrential.worlds.sim.cluster import read_cluster
 
 # The command as a shell calls it; says at its end whether torch was loaded.
@@ -35,6 +34,8 @@ main()
         ("torrential train digits --device c", ["cpu", "cuda"]),
         ("torrential train digits --cluster l", ["laptop"]),
         ("torrential train digits --set a", ["accumulate=", "algorithm="]),
+        ("torrential train digits --set tra", ["transport="]),
+        ("torrential train digits --world sim --set tra", ["trace="]),
         ("torrential train digits --strategy ssp --set st", ["staleness="]),
         ("torrential strategies do", ["downpour"]),
         ("torrential compare digits --strategies allreduce,s", ["allreduce,ssp"]),
@@ -54,7 +55,7 @@ def test_names_are_those_that_there_are() -> None:
     for name in completion.clusters(""):
         assert read_cluster(name)["name"] == name
     for name, kind in STRATEGIES.items():
-        assert completion._own_options(name) == (set(kind.__struct_fields__), needs_servers(kind))
+        assert completion._own_options(completion.STRATEGIES / f"{name}.py") == set(kind.__struct_fields__)
 
 
 def test_what_is_offered_after_set_is_all_that_can_be_set() -> None:
@@ -63,7 +64,7 @@ def test_what_is_offered_after_set_is_all_that_can_be_set() -> None:
 
     offered = {name.removesuffix("=") for name in completion.settings(Typed(), "")}  # type: ignore[arg-type]
     own = {name for kind in STRATEGIES.values() for name in kind.__struct_fields__}
-    assert offered == own | {*Settings.__struct_fields__, *Recipe.__struct_fields__}
+    assert offered == own | {*LocalSettings.__struct_fields__, *Recipe.__struct_fields__}
 
 
 def test_completion_can_be_installed(tmp_path: object) -> None:

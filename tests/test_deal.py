@@ -89,11 +89,6 @@ def test_resumes_in_the_middle() -> None:
     assert torch.equal(again.share(1, 2, 4).indices, deal.share(1, 2, 4).indices)
 
 
-def test_steps_per_epoch() -> None:
-    deal = Deal(101, seed=0)
-    assert [deal.steps_per_epoch(*args) for args in ((1, 100, 1), (1, 101, 1), (2, 10, 1), (2, 10, 5))] == [2, 1, 6, 2]
-
-
 @pytest.mark.parametrize("args", [(0, 1), (5, 1, -1), (5, 1, 0, 5), (5, 1, 0, -1)])
 def test_refuses(args: tuple[int, ...]) -> None:
     with pytest.raises(BadInput):

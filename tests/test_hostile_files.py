@@ -22,8 +22,8 @@ from torrential.comm import costs
 from torrential.errors import BadInput, CheckpointDamaged, TorrentialError
 from torrential.files import DEEPEST_JSON, LARGEST_JSON, read_json
 from torrential.records import MANIFEST, RECORDS, read_manifest, read_records, replace_file, trim_records
-from torrential.report import page
-from torrential.report.page import write_report
+from torrential.reporting import page
+from torrential.reporting.page import write_report
 from torrential.study.conduct import conduct
 from torrential.study.directory import open_directory, read_question
 from torrential.study.read import read_study
@@ -196,7 +196,7 @@ def test_numbers_that_no_run_has_are_no_records(study: Path, name: str, value: A
 
 
 def test_a_worker_of_a_high_rank_costs_little(study: Path) -> None:
-    from torrential.report import series
+    from torrential.reporting import series
 
     path = study / "runs" / "ssp-1" / RECORDS
     edit(path, lambda record: record | {"worker": (1 << 20) - 1})

@@ -12,14 +12,14 @@ PACKAGE = Path(__file__).parents[1] / "torrential"
 LAYERS = [
     {"errors", "records", "task", "config", "options", "usercode", "version", "cache"}
     | {"descriptors", "files", "fused", "locks", "processes", "streams"},
-    {"data", "optim", "shipping", "tasks"},
+    {"data", "optim", "shipping", "tasks", "userfiles"},
     {"comm"},
     {"params", "server", "membership"},
     {"strategies"},
     {"checkpoint", "trainer"},
-    {"worlds", "prepare", "run", "progress", "terminal", "completion"},
+    {"worlds", "tryout", "resolve", "opening", "run", "progress", "terminal", "completion"},
     {"study", "bench", "testing"},
-    {"report", "cli", "__main__"},
+    {"reporting", "cli", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
@@ -128,8 +128,8 @@ def test_the_package_keeps_its_layers():
 GOOD = {
     "__init__.py": "from torrential.run import train",
     "__main__.py": "from torrential.cli import main",
-    "cli.py": "from torrential import report, study",
-    "report.py": "",
+    "cli.py": "from torrential import reporting, study",
+    "reporting.py": "",
     "study/__init__.py": "import torrential.run",
     "run.py": "from torrential.worlds.local import World",
     "worlds/local.py": "from ..trainer import Trainer\nfrom . import wire",
@@ -157,7 +157,7 @@ BAD = [
     ("strategies/base.py", "from torrential.strategies import allreduce", "strategy 'base' imports"),
     ("errors.py", "from torrential.task import Task", "cycle: "),
     ("worlds/wire.py", "import torrential.run", "cycle: "),
-    ("report.py", "from torrential.cli import main", "imports cli; only __main__ may"),
+    ("reporting.py", "from torrential.cli import main", "imports cli; only __main__ may"),
     ("trainer.py", "from torrential import Task", "imports the package itself"),
     ("trainer.py", "import torrential as tt", "imports the package itself"),
     ("worlds/local.py", "from .. import __version__", "imports the package itself"),

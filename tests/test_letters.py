@@ -28,7 +28,7 @@ from torrential.comm import wire
 from torrential.comm.frames import Frames, Piece, frame, reader_of
 from torrential.comm.post import Contact, Greeting, Post
 from torrential.comm.protocol import SERVERS, Letter
-from torrential.config import RunConfig, Settings
+from torrential.config import LocalSettings, RunConfig
 from torrential.errors import RunFailed
 from torrential.records import Event, Record
 from torrential.run import Silent
@@ -514,7 +514,8 @@ def watched(transport: str, until: int, workers: int, servers: int, **settings: 
     config = RunConfig(
         task="none", source=None, strategy="watching", options={}, world="local", workers=workers, servers=servers,
         epochs=1, steps=None, target=None, samples=8, batch_size=1, lr=task.optimizer.lr,
-        optimizer=task.optimizer.describe(), seed=0, device="cpu", settings=Settings(transport=transport, **settings),
+        optimizer=task.optimizer.describe(), seed=0, device="cpu", samples_per_step=workers,
+        settings=LocalSettings(transport=transport, **settings),
     )  # fmt: skip
     return Job(config, task, Watching(until=until), Path(os.devnull))
 

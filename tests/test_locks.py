@@ -17,9 +17,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import torrential as tt
-from torrential import prepare, records
+from torrential import opening, records
 from torrential.errors import BadInput
 from torrential.locks import lock_directory
+from torrential.resolve import Request
 from torrential.study.directory import locked, open_directory
 
 ROUNDS = 6
@@ -40,12 +41,12 @@ def begin(directory: Path, seed: int = 0, at_once: Callable[[], object] = lambda
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(records, "make_directory", make)
-        prepare.prepare(prepare.Request(task=task(), options={}, seed=seed), directory)
+        opening.open_run(Request(task=task(), options={}, seed=seed), directory)
 
 
 def resume(directory: Path, seed: int, at_once: Callable[[], object]) -> None:
     at_once()
-    prepare.prepare_resume(directory, task())
+    opening.resume_run(directory, task())
 
 
 def study(directory: Path, seed: int, at_once: Callable[[], object]) -> None:
@@ -110,13 +111,13 @@ def test_nobody_comes_between_the_look_and_the_manifest(tmp_path: Path, monkeypa
     monkeypatch.setattr(records, "write_manifest", late)
     begin(tmp_path / "run")
     assert len(refused) == 2 and os.listdir(tmp_path / "run") == [records.MANIFEST]
-    prepare.unlock(tmp_path / "run")
+    opening.unlock(tmp_path / "run")
 
 
 def test_a_run_is_resumed_by_one(tmp_path: Path) -> None:
     for number in range(ROUNDS):
         begin(tmp_path / str(number), seed=number)
-        prepare.unlock(tmp_path / str(number))
+        opening.unlock(tmp_path / str(number))
     for number, outcomes in enumerate(compete(tmp_path, "resume", "resume", "begin")):
         assert [each for each, said in outcomes if not said] == ["resume"]
         assert sum("is still going on; wait for it" in said for _, said in outcomes) >= 1

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from velocity import VelocitySGD
 
 from torrential.errors import BadInput
 from torrential.optim.lamb import LAMB
 from torrential.optim.lars import LARS
-from torrential.optim.velocity import VelocitySGD
 
 SHAPES = [(4, 3, 3, 3), (4,), (5, 4), (5,), ()]
 KINDS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [

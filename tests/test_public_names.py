@@ -10,14 +10,23 @@ import torrential
 
 NAMES = [
     "AllReduce",
+    "Backup",
+    "Bsp",
+    "Cluster",
+    "Comparison",
+    "Downpour",
+    "Ssp",
+    "Strategy",
     "Task",
     "TorrentialError",
     "TrainResult",
     "__version__",
     "accuracy",
+    "compare",
     "load_task",
     "optimizer",
     "read_records",
+    "report",
     "train",
 ]
 

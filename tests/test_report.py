@@ -16,10 +16,10 @@ from studies import TARGET, full_study, make_entry, make_run, make_study
 
 from torrential.errors import BadInput
 from torrential.records import Event
-from torrential.report import figures, page, scaling, series, tables
-from torrential.report.marks import outcome
-from torrential.report.page import write_report
-from torrential.report.timeline import timeline, timeline_bins
+from torrential.reporting import figures, page, scaling, series, tables
+from torrential.reporting.marks import outcome
+from torrential.reporting.page import write_report
+from torrential.reporting.timeline import timeline, timeline_bins
 from torrential.study.results import DIVERGED, Entry, Study
 from torrential.study.verdict import judge
 
@@ -386,7 +386,7 @@ def test_scaling_needs_several_counts_of_workers() -> None:
 
 
 def test_colours_of_a_legend_repeat_late(full: Page) -> None:
-    from torrential.report.marks import keys
+    from torrential.reporting.marks import keys
 
     assert len({(key.colour, key.dash) for key in keys(map(str, range(42)), "e")}) == 42
 

@@ -9,7 +9,7 @@ from browser import Browser
 from studies import full_study, make_entry, make_study
 from test_report import EVERYTHING, hostile_study
 
-from torrential.report.page import write_report
+from torrential.reporting.page import write_report
 from torrential.study.results import Study
 
 DRAWN = "document.documentElement.dataset.drawn === 'true'"

@@ -16,8 +16,11 @@ from torrential.comm.protocol import Meter
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.shared import WORDS, SharedCarrier
+from torrential.config import LocalSettings
 from torrential.errors import BadInput, WaitedTooLong
-from torrential.prepare import _split_options
+from torrential.resolve import Request, split_options
+from torrential.strategies.registry import resolve_strategy
+from torrential.tasks import load_task
 
 every = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
@@ -278,6 +281,14 @@ def test_a_host_whose_first_member_dies_goes_on_with_the_next() -> None:
             assert all(same(t, total([data("int64", r, 50_000) for r in ranks])) for t in results.values())
 
 
+def settings_of(options: dict[str, str]) -> LocalSettings:
+    _, settings, _ = split_options(
+        Request(task=load_task("digits-mlp"), options=options), resolve_strategy("allreduce")
+    )
+    assert isinstance(settings, LocalSettings)
+    return settings
+
+
 # -- what a person asks for ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("asked", "transport"),
@@ -290,10 +301,10 @@ def test_a_host_whose_first_member_dies_goes_on_with_the_next() -> None:
     ],
 )
 def test_what_sends_messages_needs_a_transport_that_can(asked: dict[str, str], transport: str) -> None:
-    assert _split_options("allreduce", asked)[1].transport == transport
+    assert settings_of(asked).transport == transport
 
 
 @pytest.mark.parametrize("asked", [{"hosts": "2"}, {"algorithm": "hierarchical", "hosts": "0"}, {"algorithm": "rign"}])
 def test_what_cannot_be_is_refused(asked: dict[str, str]) -> None:
     with pytest.raises(BadInput):
-        _split_options("allreduce", asked)
+        settings_of(asked)

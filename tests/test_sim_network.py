@@ -10,7 +10,7 @@ import torch
 
 from torrential.comm.protocol import Letter
 from torrential.comm.schedules import ALGORITHMS
-from torrential.config import RunConfig, Settings
+from torrential.config import RunConfig, SimSettings
 from torrential.membership.machine import Membership
 from torrential.membership.messages import Ready
 from torrential.membership.roles import Members, Who
@@ -216,7 +216,7 @@ def all_reduce(algorithm: str, nbytes: int, members: int = 16) -> tuple[float, f
     membership = Membership([Members("worker", members, "regroup")], Rules(timeout=60.0))
     stage = Stage()
     group = Group(hub, membership, stage)
-    config = made(Settings(algorithm=algorithm))  # type: ignore[arg-type]
+    config = made(SimSettings(algorithm=algorithm))  # type: ignore[arg-type]
     began, ended = list[float](), list[float]()
 
     def program(comm: SimComm) -> None:
@@ -238,8 +238,9 @@ def all_reduce(algorithm: str, nbytes: int, members: int = 16) -> tuple[float, f
     return max(ended) - max(began), max(line.busy for line in lines)
 
 
-def made(settings: Settings) -> RunConfig:
+def made(settings: SimSettings) -> RunConfig:
     numbers: dict[str, Any] = {"workers": 16, "servers": 0, "epochs": 1, "samples": 1, "batch_size": 1, "seed": 0}
+    numbers["samples_per_step"] = 16
     none: dict[str, Any] = {"source": None, "steps": None, "target": None, "options": {}, "optimizer": {}}
     return RunConfig(
         task="", strategy="allreduce", world="sim", lr=1.0, device="cpu", settings=settings, **numbers, **none

@@ -15,7 +15,7 @@ import pytest
 from made_up import Unseen, asked, config, content, fake, manifest, question, write_run
 
 from torrential import records
-from torrential.config import Settings
+from torrential.config import LocalSettings
 from torrential.errors import BadInput
 from torrential.records import Evaluation
 from torrential.study.ask import check_asked, make_specs, split_entries, split_tune
@@ -338,7 +338,7 @@ def test_a_plain_directory_of_runs(tmp_path):
     for i in range(3):
         write_run(tmp_path / f"a{i}", config("allreduce", seed=i), 1.0 + i)
         write_run(tmp_path / f"s{i}", config("ssp", seed=i, options={"staleness": 7}, servers=1), 2.0 + i)
-    write_run(tmp_path / "slow", config("allreduce", settings=Settings(slow="1:4")), 3.0)
+    write_run(tmp_path / "slow", config("allreduce", settings=LocalSettings(slow="1:4")), 3.0)
     (tmp_path / "notes").mkdir()
     found = read_study(tmp_path)
     assert {entry.name: len(entry.runs) for entry in found.entries} == {

@@ -210,7 +210,7 @@ def test_a_file_that_raises_shows_its_own_lines_only(tmp_path: Path) -> None:
         "    return 1 / 0",
     ]
     assert not any(
-        name.startswith("torrential_task_mine") and sys.modules[name].__file__ == file for name in sys.modules
+        name.startswith("torrential_file_mine") and sys.modules[name].__file__ == file for name in sys.modules
     )
 
 

@@ -13,33 +13,60 @@ TYPE_CHECKING = False  # type checkers know better; nothing more is imported bef
 if TYPE_CHECKING:
     from torrential.errors import TorrentialError
     from torrential.records import read_records
+    from torrential.reporting.page import report
     from torrential.run import TrainResult, train
     from torrential.strategies.allreduce import AllReduce
+    from torrential.strategies.backup import Backup
+    from torrential.strategies.base import Strategy
+    from torrential.strategies.bsp import Bsp
+    from torrential.strategies.downpour import Downpour
+    from torrential.strategies.ssp import Ssp
+    from torrential.study.compare import compare
+    from torrential.study.comparison import Comparison
     from torrential.task import Task, accuracy, optimizer
     from torrential.tasks import load_task
+    from torrential.worlds.sim.cluster import Cluster
 
 __all__ = [
     "AllReduce",
+    "Backup",
+    "Bsp",
+    "Cluster",
+    "Comparison",
+    "Downpour",
+    "Ssp",
+    "Strategy",
     "Task",
     "TorrentialError",
     "TrainResult",
     "__version__",
     "accuracy",
+    "compare",
     "load_task",
     "optimizer",
     "read_records",
+    "report",
     "train",
 ]
 
 _HOME = {
     "AllReduce": "torrential.strategies.allreduce",
+    "Backup": "torrential.strategies.backup",
+    "Bsp": "torrential.strategies.bsp",
+    "Cluster": "torrential.worlds.sim.cluster",
+    "Comparison": "torrential.study.comparison",
+    "Downpour": "torrential.strategies.downpour",
+    "Ssp": "torrential.strategies.ssp",
+    "Strategy": "torrential.strategies.base",
     "Task": "torrential.task",
     "TorrentialError": "torrential.errors",
     "TrainResult": "torrential.run",
     "accuracy": "torrential.task",
+    "compare": "torrential.study.compare",
     "load_task": "torrential.tasks",
     "optimizer": "torrential.task",
     "read_records": "torrential.records",
+    "report": "torrential.reporting.page",
     "train": "torrential.run",
 }
 

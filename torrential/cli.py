@@ -24,6 +24,7 @@ from torrential.worlds.local.launch import Launch
 
 if TYPE_CHECKING:
     from torrential.options import Option
+    from torrential.strategies.base import Strategy
 
 app = typer.Typer(
     name="torrential",
@@ -56,7 +57,11 @@ def train(
     ] = None,
     strategy: Annotated[
         str | None,
-        typer.Option(help="How workers cooperate; allreduce by default.", autocompletion=completion.strategies),
+        typer.Option(
+            help="How workers cooperate: a name ('torrential strategies' lists them) or file.py[:Class]; allreduce by "
+            "default.",
+            autocompletion=completion.strategies,
+        ),
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Worker processes; 1 by default.")] = None,
     servers: Annotated[int | None, typer.Option(help="Parameter servers; 1 for strategies that need them.")] = None,
@@ -98,16 +103,19 @@ def train(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the run; a fresh one under runs/ by default.")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with the run in this directory; runs the task's file that it names.")
+        Path | None,
+        typer.Option(help="Go on with the run in this directory; runs the files of task and strategy that it names."),
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets are.", envvar="TORRENTIAL_DATA")] = None,
     json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
 ) -> None:
     """Train TASK on this machine's processes, or on a simulated cluster."""
     with _launching(local=world != "sim" and cluster is None) as launch:
-        from torrential import prepare, records, run
+        from torrential import records, run
         from torrential.data import find
+        from torrential.opening import open_run, resume_run
         from torrential.progress import final_table
+        from torrential.resolve import Request
         from torrential.tasks import load_task
 
         find.set_data_dir(data_dir)
@@ -120,17 +128,17 @@ def train(
                 "lr": lr,
                 "out": out,
             }
-            given |= {"workers": workers, "servers": servers, "seed": seed, "device": device, "strategy": strategy}
+            given |= {"workers": workers, "servers": servers, "seed": seed, "device": device}
             given |= {"world": world, "cluster": cluster}
             changed = [f"--{name}" for name, value in given.items() if value is not None] + ["--set"] * bool(set_)
             if changed:
                 raise BadInput(f"a resumed run keeps its options; leave out {', '.join(changed)}")
-            job = prepare.prepare_resume(resume, None if task is None else load_task(task))
+            job = resume_run(resume, None if task is None else load_task(task), strategy)
         elif task is None:
             raise BadInput("which task? give a built-in name (see 'torrential tasks') or file.py[:name]")
         else:
             loaded = load_task(task)
-            asked = prepare.Request(
+            asked = Request(
                 task=loaded,
                 source=task,
                 strategy=strategy or "allreduce",
@@ -147,7 +155,7 @@ def train(
                 world=world or ("local" if cluster is None else "sim"),
                 cluster=cluster,
             )
-            job = prepare.prepare(asked, out)
+            job = open_run(asked, out)
         _err.print(f"run directory: {job.directory}", highlight=False, soft_wrap=True)
         try:
             began = time.monotonic()
@@ -222,41 +230,51 @@ def tasks() -> None:
 
 @app.command()
 def strategies(
-    name: Annotated[str | None, typer.Argument(help="Show one in full.", autocompletion=completion.strategies)] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="One to show in full, or file.py[:Class].", autocompletion=completion.strategies),
+    ] = None,
 ) -> None:
     """List the strategies; with a NAME, the idea of one, and all that --set can set for it, explained."""
-    import inspect
-
-    from torrential.config import SIMULATED, Recipe, Settings, without_effect
-    from torrential.errors import UnknownName
-    from torrential.options import explain
-    from torrential.strategies import STRATEGIES
-    from torrential.strategies.base import needs_servers
+    from torrential.strategies.registry import registered, resolve_strategy
 
     if name is None:
-        for known, kind in STRATEGIES.items():
-            print(f"{known:14} {kind.summary}")
+        for known, about in registered().items():
+            print(f"{known:14} {about}")
         return
-    if name not in STRATEGIES:
-        raise UnknownName("strategy", name, STRATEGIES)
-    kind = STRATEGIES[name]
-    print(inspect.getdoc(sys.modules[kind.__module__]))
+    kind = resolve_strategy(name).kind
+    print(_about(kind))
     print("\nWhat can be set with --set name=value; shown with the default, if there is one.")
-    own = f"Of {name} alone" + ("." if kind.__struct_fields__ else ": nothing.")
-    hidden = without_effect(needs_servers(kind))
-    real = [option for option in explain(Settings) if option.name not in SIMULATED]
-    simulated = [option for option in explain(Settings) if option.name in SIMULATED]
-    recipe = [
-        o._replace(choices=[c for c in o.choices if not (needs_servers(kind) and c == "loss")]) for o in explain(Recipe)
-    ]
-    for about, options in (
-        (own, list(explain(kind))),
-        (inspect.getdoc(Settings), real),
-        ("Of simulations only (--world sim).", simulated),
-        (inspect.getdoc(Recipe), recipe),
-    ):
-        print(f"\n{about}")
-        _print_options(option for option in options if option.name not in hidden)
+    for heading, options in _sections(kind):
+        print(f"\n{heading}")
+        _print_options(options)
+
+
+def _about(kind: type[Strategy]) -> str:
+    """The idea of a strategy: of a built-in one the docstring of its file, of anybody else's that of the class."""
+    import inspect
+
+    from torrential.strategies import STRATEGIES
+
+    explained = sys.modules[kind.__module__] if kind in STRATEGIES.values() else kind
+    return inspect.getdoc(explained) or kind.name
+
+
+def _sections(kind: type[Strategy]) -> Iterator[tuple[str, list[Option]]]:
+    """Everything that has an effect on a strategy, by its owner."""
+    from torrential.config import LocalSettings, Recipe, Settings, SimSettings, without_effect
+    from torrential.options import explain
+    from torrential.strategies.base import needs_servers
+
+    with_servers = needs_servers(kind)
+    yield f"Of {kind.name} alone" + ("." if kind.__struct_fields__ else ": nothing."), list(explain(kind))
+    for owner in (Settings, LocalSettings, SimSettings, Recipe):
+        common = Settings.__struct_fields__ if issubclass(owner, Settings) and owner is not Settings else ()
+        hidden = without_effect(with_servers) | {*common}
+        options = [option for option in explain(owner) if option.name not in hidden]
+        if with_servers:  # which know nothing of a scaled loss
+            options = [o._replace(choices=[c for c in o.choices if c != "loss"]) for o in options]
+        yield (owner.__doc__ or "").strip(), options
 
 
 def _print_options(options: Iterable[Option]) -> None:
@@ -291,7 +309,7 @@ def _options(pairs: list[str]) -> dict[str, Any]:
 
 
 def _write_report(study: Any, path: Path) -> None:
-    from torrential.report.page import write_report
+    from torrential.reporting.page import write_report
 
     write_report(study, path)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-STRATEGIES = Path(__file__).parent / "strategies"  # a file for each, and two that are none
+STRATEGIES = Path(__file__).parent / "strategies"  # a file for each, and some that are none
 CLUSTERS = Path(__file__).parent / "worlds" / "sim" / "clusters"
 
 
@@ -21,8 +21,11 @@ def tasks(incomplete: str) -> list[str]:
 
 def strategies(incomplete: str) -> list[str]:
     """The strategies; also the last one of a list, as in allreduce,ss."""
-    names = (file.stem for file in sorted(STRATEGIES.glob("*.py")))
-    return _last_of_list((name for name in names if name not in ("__init__", "base")), incomplete)
+    from importlib.metadata import entry_points
+
+    names = {file.stem for file in STRATEGIES.glob("*.py")} - {"__init__", "base", "registry"}
+    names |= {point.name for point in entry_points(group="torrential.strategies")}
+    return _last_of_list(sorted(names), incomplete)
 
 
 def clusters(incomplete: str) -> list[str]:
@@ -39,30 +42,35 @@ def devices(incomplete: str) -> list[str]:
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
-    """What can be set with --set for the strategy that was given; where several can be, for any of them."""
-    from torrential.config import Recipe, Settings, without_effect
+    """What can be set with --set for the strategy and the world that were given; where several can be, for any."""
+    from torrential.config import WORLDS, Recipe
 
     given = ctx.params.get("strategy") or ("" if "strategies" in ctx.params else "allreduce")
-    found: set[str] = set()
-    for name in [given] if given in strategies("") else strategies(""):
-        own, served = _own_options(name)
-        others = {*Settings.__struct_fields__, *Recipe.__struct_fields__} - without_effect(served)
-        found |= own | others
+    files = [Path(given.partition(":")[0])] if given.partition(":")[0].endswith(".py") else [STRATEGIES / f"{given}.py"]
+    if not files[0].is_file():
+        files = [STRATEGIES / f"{name}.py" for name in strategies("")]
+    world = ctx.params.get("world") or ("sim" if ctx.params.get("cluster") else "local")
+    kinds = [WORLDS[world]] if world in WORLDS else list(WORLDS.values())
+    found = {option for file in files for option in _own_options(file)}
+    found |= {option for kind in (*kinds, Recipe) for option in kind.__struct_fields__}
     return _beginning((f"{option}=" for option in sorted(found)), incomplete)
 
 
-def _own_options(strategy: str) -> tuple[set[str], bool]:
-    """The options of a strategy alone, and whether it has servers: read from its file, which imports torch."""
-    tree = ast.parse((STRATEGIES / f"{strategy}.py").read_text())
-    (kind,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+def _own_options(file: Path) -> set[str]:
+    """The options of the strategies in a file. They are read from its text: a file of ours would load torch, and one of
+    the user's should not run at every tab."""
+    try:
+        tree = ast.parse(file.read_text())
+    except (OSError, SyntaxError, ValueError):
+        return set()  # a shell shows no errors
     fields = {
         node.target.id: ast.unparse(node.annotation)
+        for kind in tree.body
+        if isinstance(kind, ast.ClassDef)
         for node in kind.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
-    return {name for name, type_ in fields.items() if not type_.startswith("ClassVar")}, any(
-        isinstance(n, ast.Name) and n.id == "Servers" for n in ast.walk(tree)
-    )
+    return {name for name, type_ in fields.items() if "ClassVar" not in type_}
 
 
 def _beginning(names: Iterable[str], incomplete: str) -> list[str]:

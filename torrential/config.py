@@ -10,18 +10,30 @@ import msgspec
 Workers = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
-
-SIMULATED = ("gradients", "processes", "trace")  # options that need a simulation
-
-
-def without_effect(served: bool) -> set[str]:
-    """Options that a strategy refuses, or that change nothing of it: with servers workers sum nothing among themselves.
-    There scaling=loss is refused, too."""
-    return {"algorithm", "hosts", "grow", "resize"} if served else {"replicas", "restart_servers"}
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a world runs its roles."""
+    """Of both worlds."""
+
+    threads: AtLeastOne | None = None
+    """Threads per worker for arithmetic; by default the cores divided by the workers, at least one."""
+    replicas: NotNegative | None = None
+    """Copies of every parameter on other servers than the one that answers for it; by default 1 if there are two."""
+    slow: str | None = None
+    """Workers to slow down for experiments: "1:4,3:2" makes worker 1 four times as slow and worker 3 twice;
+    "random:10:50" makes every worker ten times as slow in one of 50 steps, drawn by the seed."""
+    timeout: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    """Seconds that one role waits for another before it is taken for hung."""
+    evaluate_every: AtLeastOne | None = None
+    """Steps between two snapshots (evaluation and checkpoint); by default one per epoch."""
+    test: bool = True
+    """Whether the test data has the last word; runs that tune leave it alone."""
+
+
+class LocalSettings(Settings, frozen=True, kw_only=True, tag_field="world", tag="local"):
+    """Of this machine's processes only (--world local)."""
 
     transport: Literal["shared", "unix", "tcp"] = "shared"
     """What carries data between workers on this host."""
@@ -31,28 +43,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How gradients are added up: in shared memory, by messages (direct, ring, ...), both (hierarchical), or by
     torch.distributed (native: NCCL where each worker has its own GPU, else Gloo; nccl: that or nothing); auto is what
     fits the transport. What sends messages makes transport=shared unix."""
-    hosts: int = 1
+    hosts: AtLeastOne = 1
     """How many hosts to pretend: workers are dealt to them in blocks of ranks; only for algorithm=hierarchical."""
-    threads: int | None = None
-    """Threads per worker for arithmetic; by default the cores divided by the workers, at least one."""
     restart: bool = False
     """Whether a worker that died is replaced."""
     restart_servers: bool = True
     """Whether a server that died is replaced."""
-    replicas: int | None = None
-    """Copies of every parameter on other servers than the one that answers for it; by default 1 if there are two."""
-    slow: str | None = None
-    """Workers to slow down for experiments: "1:4,3:2" makes worker 1 four times as slow and worker 3 twice;
-    "random:10:50" makes every worker ten times as slow in one of 50 steps, drawn by the seed."""
-    timeout: float = 60.0
-    """Seconds that one role waits for another before it is taken for hung."""
-    evaluate_every: int | None = None
-    """Steps between two snapshots (evaluation and checkpoint); by default one per epoch."""
-    test: bool = True
-    """Whether the test data has the last word; runs that tune leave it alone."""
+
+
+class SimSettings(Settings, frozen=True, kw_only=True, tag_field="world", tag="sim"):
+    """Of simulations only (--world sim)."""
+
+    algorithm: Literal["auto", "naive", "direct", "ring", "halving", "blocks", "tree"] = "auto"
+    """How gradients are added up by messages between simulated hosts; auto is what is predicted to be the quickest."""
     gradients: Literal["on", "off"] = "on"
     """Off: every message and clock of a simulation, and none of the arithmetic; nothing is learnt then."""
-    processes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    processes: NotNegative = 0
     """Processes that compute gradients beside a simulation, to save time where it takes more than a few seconds; best
     one fewer than there are idle cores. The result is the same to the byte, unless a model keeps more than parameters
     and buffers from one batch to the next, or a data set anything."""
@@ -60,8 +66,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a simulation writes trace.json, which Perfetto shows: what every role and NIC did when."""
 
 
+WORLDS: dict[str, type[LocalSettings] | type[SimSettings]] = {"local": LocalSettings, "sim": SimSettings}
+
+
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How to train with large batches, piece by piece; all off by default."""
+    """Of the recipe for large batches, piece by piece; all off by default."""
 
     recipe: Literal["none", "goyal"] = "none"
     """A whole recipe at once, to which single options below are exceptions: goyal is "Accurate, Large Minibatch SGD"
@@ -82,7 +91,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     factor: float = 0.1
     """What a step schedule multiplies the rate by at each milestone."""
     power: float = 2.0
-    """Of a poly schedule."""
+    """The exponent of a poly schedule's decay."""
     grow: bool = False
     """At milestones the batch grows instead of the rate falling, as long as it is at most a tenth of the data; at those
     that are left the rate falls."""
@@ -106,7 +115,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     source: str | None  # how to load it again: a built-in name or file.py[:name]
-    strategy: str
+    strategy: str  # a name that is registered, /path/to/file.py:Class, or module:Class where a program made it
     options: dict[str, Any]  # the strategy's
     world: str
     workers: Workers
@@ -116,11 +125,56 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     target: float | None
     samples: Positive  # in the training set
     batch_size: Positive  # per worker
+    samples_per_step: Positive  # of all workers that take a step together
     lr: float
     optimizer: dict[str, Any]
     seed: int
     device: str
-    settings: Settings
+    settings: LocalSettings | SimSettings
     recipe: Recipe = Recipe()
     cluster: dict[str, Any] | None = None  # what is simulated, as in a cluster file
     base_batch: Count = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.settings, WORLDS.get(self.world, ())):
+            raise ValueError(f"the settings are not those of the world {self.world!r}")
+
+    @property
+    def local(self) -> LocalSettings:
+        """The settings of a run on this machine's processes."""
+        assert isinstance(self.settings, LocalSettings)
+        return self.settings
+
+    @property
+    def sim(self) -> SimSettings:
+        """The settings of a simulation."""
+        assert isinstance(self.settings, SimSettings)
+        return self.settings
+
+
+def label_of(strategy: str) -> str:
+    """What a strategy of a RunConfig is called where people read it: ssp, mine.py:Mine, Mine."""
+    file, colon, name = strategy.rpartition(":")
+    return strategy.rpartition("/")[2] if not colon or file.endswith(".py") else name
+
+
+# -- who owns an option -----------------------------------------------------------------------------------------------
+RUN = {"task", "strategy", "workers", "servers", "epochs", "steps", "target", "batch_size", "lr", "seed", "device"}
+RUN |= {"world", "cluster", "out", "resume", "progress", "strategies", "trials", "tune", "tune_trials"}
+"""What belongs to a run or a study itself: the arguments of tt.train and tt.compare that are no options."""
+
+
+def owner_of(option: str) -> str | None:
+    """Whose option it is, apart from strategies', in words; None: nobody's."""
+    if option in RUN:
+        return "the run"
+    if option in Recipe.__struct_fields__:
+        return "the recipe"
+    worlds = [world for world, kind in WORLDS.items() if option in kind.__struct_fields__]
+    return f"the world{'s' * (len(worlds) > 1)} {' and '.join(worlds)}" if worlds else None
+
+
+def without_effect(with_servers: bool) -> set[str]:
+    """Options that a strategy refuses, or that change nothing of it: with servers, workers sum nothing among themselves
+    (scaling=loss is refused there, too)."""
+    return {"algorithm", "hosts", "grow", "resize"} if with_servers else {"replicas", "restart_servers"}

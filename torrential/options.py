@@ -65,8 +65,8 @@ def _wanted(kind: Any) -> str:
     match _type(kind):
         case IntType(ge=least):
             return "a whole number" + ("" if least is None else f" of at least {least}")
-        case FloatType():
-            return "a number"
+        case FloatType(gt=above):
+            return "a number" + ("" if above is None else f" above {above:g}")
         case VarTupleType():
             return "a list of numbers, as in 0.5,0.75"
     return "text"
@@ -82,15 +82,27 @@ class Option(NamedTuple):
 
 def explain(kind: type[msgspec.Struct]) -> Iterator[Option]:
     """Every option of a struct, with the string that stands below it in the source."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(tree, ast.ClassDef)
     about: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if issubclass(base, msgspec.Struct) and base is not msgspec.Struct:
+            about |= _strings_below_fields(base)
+    for field in msgspec.structs.fields(kind):
+        yield Option(field.name, _text(field.default), _choices(field.type), about.get(field.name, ""))
+
+
+def _strings_below_fields(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """By the name of a field that the class adds; nothing where its source is not to be had, as in a console."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    except (OSError, TypeError):
+        return {}
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
     for pair in itertools.pairwise(tree.body):
         match pair:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                about[name] = " ".join(text.split())
-    for field in msgspec.structs.fields(kind):
-        yield Option(field.name, _text(field.default), _choices(field.type), about.get(field.name, ""))
+                found[name] = " ".join(text.split())
+    return found
 
 
 def _text(default: Any) -> str:

@@ -8,24 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from torch import nn
 
 from torrential import checkpoint as checkpoints
 from torrential import records
+from torrential.config import SimSettings, label_of
 from torrential.data.deal import Deal
 from torrential.errors import RunFailed
+from torrential.opening import open_run, resume_run, unlock
 from torrential.optim.schedule import schedule_of
-from torrential.prepare import Request, prepare, prepare_resume, unlock
 from torrential.progress import Progress
 from torrential.records import Evaluation, Event, Record, RecordWriter, Step, Summary
+from torrential.resolve import Request
 from torrential.strategies.base import Strategy
+from torrential.strategies.registry import is_loadable
 from torrential.task import Task, build_model
 from torrential.tasks import load_task
 from torrential.terminal import standard_error
 from torrential.usercode import refuse_exit, refuse_training
 from torrential.worlds.base import Job, Listener, World
 from torrential.worlds.local.launch import Launch
+from torrential.worlds.sim.cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Silent:
 
 def train(
     task: Task | str,
-    strategy: Strategy | str = "allreduce",
+    strategy: Strategy | type[Strategy] | str | None = None,
     *,
     workers: int = 1,
     servers: int | None = None,
@@ -62,7 +65,7 @@ def train(
     seed: int = 0,
     device: str = "auto",
     world: str = "local",
-    cluster: str | os.PathLike[str] | dict[str, Any] | None = None,
+    cluster: str | os.PathLike[str] | dict[str, Any] | Cluster | None = None,
     out: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
@@ -70,24 +73,30 @@ def train(
 ) -> TrainResult:
     """Train a task with a strategy; blocks until it is done.
 
+    `strategy` is an object (`tt.Downpour(push_every=4)`, or one of a class of your own), a class, a name, or
+    "file.py:Class"; allreduce by default.
+
     On this machine's processes, or with `world="sim"` on a simulated cluster, which `cluster` describes: a TOML file,
-    the name of a shipped one, or a table (torrential/worlds/sim/cluster.py).
+    the name of a shipped one, a table, or a tt.Cluster.
 
-    With `resume` a run's directory, go on with that run; everything but the task is taken from there.
+    With `resume` a run's directory, go on with that run. Everything else is taken from there, except for the task, and
+    for a strategy that a program made: give the same again.
 
-    `options` are the strategy's and the world's, as after `--set`: `transport="tcp"`, `restart=True`, ...
+    `options` are the world's and the recipe's, as after `--set`: `transport="tcp"`, `restart=True`, ...; and those of a
+    strategy that is given by its name or class.
     """
     refuse_training()
     launch = Launch() if world == "local" else None
     try:
         loaded = load_task(task) if isinstance(task, str) else task
         if resume is not None:
-            return execute(prepare_resume(Path(resume), loaded), launch, lambda j: _listener(j, progress))
+            job = resume_run(Path(resume), loaded, strategy)
+            return execute(job, launch, lambda j: _listener(j, progress))
         asked = Request(
             task=loaded,
             source=task if isinstance(task, str) else None,
-            strategy=strategy if isinstance(strategy, str) else type(strategy).name,
-            options=options | ({} if isinstance(strategy, str) else msgspec.structs.asdict(strategy)),
+            strategy="allreduce" if strategy is None else strategy,
+            options=options,
             workers=workers,
             servers=servers,
             epochs=epochs,
@@ -100,22 +109,26 @@ def train(
             world=world,
             cluster=os.fspath(cluster) if isinstance(cluster, os.PathLike) else cluster,
         )
-        job = prepare(asked, None if out is None else Path(out))
-        try:
-            return execute(job, launch, lambda j: _listener(j, progress))
-        except KeyboardInterrupt:
-            standard_error().print(
-                f"stopped; go on with tt.train(task, resume={str(job.directory)!r})",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
-            raise
+        return _train(open_run(asked, None if out is None else Path(out)), launch, progress)
     except SystemExit as end:
         raise refuse_exit(end) from end
     finally:
         if launch is not None:
             launch.close()
+
+
+def _train(job: Job, launch: Launch | None, progress: bool | None) -> TrainResult:
+    try:
+        return execute(job, launch, lambda j: _listener(j, progress))
+    except KeyboardInterrupt:
+        again = "task" if is_loadable(job.config.strategy) else f"task, {type(job.strategy).__name__}(...)"
+        standard_error().print(
+            f"stopped; go on with tt.train({again}, resume={str(job.directory)!r})",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise
 
 
 def _listener(job: Job, show: bool | None) -> Any:
@@ -164,7 +177,7 @@ def _execute(job: Job, launch: Launch | None, listener_for: Callable[[Job], Any]
     model = build_model(job.task)
     if final is not None:
         model.load_state_dict(final.model)
-    elif job.config.settings.gradients == "on":
+    elif not (isinstance(job.config.settings, SimSettings) and job.config.settings.gradients == "off"):
         raise RunFailed(f"the run left no checkpoint in {job.directory}")
     model.eval()
     return TrainResult(model, summary, [*history, summary], job.directory)
@@ -189,7 +202,7 @@ def summarise(job: Job, history: list[Record]) -> Summary:
     reached = [e for e in evaluations if e.split == "validation" and job.task.reaches(config.target, e.value)]
     return Summary(
         task=config.task,
-        strategy=config.strategy,
+        strategy=label_of(config.strategy),
         world=config.world,
         workers=config.workers,
         servers=config.servers,
@@ -228,7 +241,7 @@ def _staleness(steps: list[Step]) -> dict[str, Any]:
 
 def planned_steps(job: Job) -> int | None:
     config, deal = job.config, Deal(job.config.samples, job.config.seed)
-    joined = job.strategy.joined(config.workers, config.batch_size)
+    joined = config.samples_per_step
     schedule = schedule_of(config, joined)
     steps = 0
     while deal.epoch < config.epochs and (config.steps is None or steps < config.steps):

@@ -4,13 +4,14 @@
                            large buffers ───────► memfd 2: the bytes of tensors and arrays, 64-byte aligned
     child    unpack(1, 2)  maps memfd 2 copy-on-write, so that all children share its pages until one writes to them
 
-Cloudpickle carries what is defined in `__main__` or in a task's file by value; everything else is imported by name in
+Cloudpickle carries what is defined in `__main__` or in a user's file by value; everything else is imported by name in
 the child, which therefore gets the parent's sys.path. Views of one storage are views of one storage again afterwards.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 import mmap
 import os
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
+import msgspec
 import torch
 
 from torrential.errors import TaskFailed
@@ -129,7 +131,50 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # One _Storage per memory, kept here, so that pickle's memo recognises views of the same.
             storage = self._storages.setdefault((untyped.data_ptr(), untyped.nbytes()), _Storage(untyped))
             return _typed, (storage, obj.dtype)
-        return super().reducer_override(obj)
+        if isinstance(obj, msgspec.Meta):  # in the type of a field, which has no way of its own to travel
+            return _meta, (dict(obj.__rich_repr__()),)
+        reduced = super().reducer_override(obj)
+        if reduced is not NotImplemented and isinstance(obj, type(msgspec.Struct)):
+            return _struct, _fields_of(obj), _members_of(obj), None, None, _set_members
+        return reduced
+
+
+# -- struct classes that go by value, such as a strategy of a user's own ----------------------------------------------
+# Cloudpickle makes a class without fields first and adds its members to it, but a struct's fields are fixed when it is
+# made. So its fields come first here; methods, which may name the class, follow when it is known.
+def _fields_of(kind: type[msgspec.Struct]) -> tuple[Any, ...]:
+    own = set(kind.__struct_fields__).difference(*(getattr(base, "__struct_fields__", ()) for base in kind.__bases__))
+    fields = [
+        (f.name, f.type, f.default, f.default_factory)
+        for f in msgspec.structs.fields(kind)
+        if f.name in own or f.name in inspect.get_annotations(kind)
+    ]
+    keywords = {p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    config = {name: getattr(kind.__struct_config__, name) for name in ("frozen", "eq", "order")}
+    return kind.__name__, fields, kind.__bases__, kind.__module__, config | {"kw_only": not own.isdisjoint(keywords)}
+
+
+def _struct(
+    name: str, fields: list[Any], bases: tuple[type, ...], module: str, config: dict[str, Any]
+) -> type[msgspec.Struct]:
+    make: Any = msgspec.field
+    made = [(field, type_, make(default=d, default_factory=factory)) for field, type_, d, factory in fields]
+    return msgspec.defstruct(name, made, bases=bases, module=module, **config)
+
+
+def _meta(bounds: dict[str, Any]) -> msgspec.Meta:
+    return msgspec.Meta(**bounds)
+
+
+def _members_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """Its methods, properties and class variables."""
+    made = {"__slots__", "__annotations__", "__module__", "__weakref__", "__dict__", *kind.__struct_fields__}
+    return {name: value for name, value in vars(kind).items() if name not in made and not name.startswith("__struct")}
+
+
+def _set_members(kind: type[msgspec.Struct], members: dict[str, Any]) -> None:
+    for name, value in members.items():
+        setattr(kind, name, value)
 
 
 class _Storage:

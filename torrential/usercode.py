@@ -24,16 +24,17 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 class calling:
-    """A block that runs one part of a task. What the user's code raises there becomes TaskFailed.
+    """A block that runs one part of a task, or of the strategy that `whose` names. What the user's code raises there
+    becomes TaskFailed.
 
     Errors that Torrential raises on purpose pass as they are, and so do interrupts. `made_by` is the user's function
     that is named where no frame is the user's, as in a model of torch's own layers.
     """
 
-    __slots__ = ("_made_by", "_part")
+    __slots__ = ("_made_by", "_part", "_whose")
 
-    def __init__(self, part: str, made_by: Callable[..., Any] | None = None) -> None:
-        self._part, self._made_by = part, made_by
+    def __init__(self, part: str, made_by: Callable[..., Any] | None = None, whose: str = "the task") -> None:
+        self._part, self._made_by, self._whose = part, made_by, whose
 
     def __enter__(self) -> None: ...
 
@@ -41,7 +42,7 @@ class calling:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception | SystemExit) and not isinstance(error, TorrentialError):
-            raise failed(f"the task's {self._part} raised", error, self._made_by) from error
+            raise failed(f"{self._whose}'s {self._part} raised", error, self._made_by) from error
 
 
 def failed(fact: str, error: BaseException, made_by: Callable[..., Any] | None = None) -> TaskFailed:
@@ -58,7 +59,7 @@ def failed(fact: str, error: BaseException, made_by: Callable[..., Any] | None =
 
 @contextlib.contextmanager
 def loading(path: Path) -> Iterator[None]:
-    """A block that runs a task's file."""
+    """A block that runs a file with a task or a strategy."""
     token = _loading.set(path)
     try:
         yield
@@ -67,8 +68,8 @@ def loading(path: Path) -> Iterator[None]:
 
 
 def refuse_training() -> None:
-    """Raises while a task's file is being imported: one that trains there would train again for whoever asked for its
-    task."""
+    """Raises while a task's or strategy's file is being imported: one that trains there would train again for whoever
+    asked for its task."""
     path = _loading.get()
     if path is not None:
         raise BadInput(

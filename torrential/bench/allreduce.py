@@ -14,7 +14,7 @@ from torrential.comm import futex
 from torrential.comm.costs import Fitted, machine
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.shared import MAX_RANKS
-from torrential.config import Settings
+from torrential.config import LocalSettings
 from torrential.descriptors import check_descriptors
 from torrential.errors import BadInput, RunFailed, UnknownName
 from torrential.records import Event, Record
@@ -136,7 +136,7 @@ def _job(asked: Ask) -> Job:
         messages=asked.messages,
         fresh=asked.fresh,
     )
-    return bench_job(strategy, Settings(transport=asked.transport), asked.workers)  # type: ignore[arg-type]
+    return bench_job(strategy, LocalSettings(transport=asked.transport), asked.workers)  # type: ignore[arg-type]
 
 
 def _result(asked: Ask, news: list[News]) -> Result:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from torrential.config import RunConfig, Settings
+from torrential.config import LocalSettings, RunConfig
 from torrential.strategies.base import Strategy
 from torrential.task import Task, optimizer
 from torrential.worlds.base import Job
@@ -28,7 +28,7 @@ class Vector(nn.Module):
         return inputs * self.values[0]
 
 
-def bench_job(strategy: Strategy, settings: Settings, workers: int, servers: int = 0, numel: int = 1) -> Job:
+def bench_job(strategy: Strategy, settings: LocalSettings, workers: int, servers: int = 0, numel: int = 1) -> Job:
     data = TensorDataset(torch.zeros(workers, 1), torch.zeros(workers, 1))
     task = Task(
         model=partial(Vector, numel),
@@ -52,6 +52,7 @@ def bench_job(strategy: Strategy, settings: Settings, workers: int, servers: int
         target=None,
         samples=workers,
         batch_size=1,
+        samples_per_step=workers,
         lr=task.optimizer.lr,
         optimizer=task.optimizer.describe(),
         seed=0,

@@ -97,9 +97,6 @@ class Deal:
         if self.cursor == self.samples:
             self.epoch, self.cursor = self.epoch + 1, 0
 
-    def steps_per_epoch(self, members: int, batch_size: int, accumulate: int = 1) -> int:
-        return -(-self.samples // (members * batch_size * accumulate))
-
 
 def part(take: int, member: int, members: int, batch_size: int) -> tuple[int, int]:
     """What a member gets of the next `take` samples, from the first to the one after the last."""

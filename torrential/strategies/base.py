@@ -6,12 +6,15 @@ A program is plain blocking code. Whatever it needs from outside (time, randomne
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from torch import Tensor, nn
 
+from torrential.config import owner_of
+from torrential.errors import BadInput
 from torrential.strategies.context import Context
 from torrential.strategies.roles import Role, Roles, Servers
 from torrential.task import OptimizerSpec
@@ -20,10 +23,15 @@ MANY = 1 << 16  # workers: more than an option of a strategy refuses as too few
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
-    """How workers cooperate. Subclasses are frozen structs: their fields are the strategy's options."""
+    """How workers cooperate: a subclass has its options as fields with defaults, and the programs of its roles.
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
+    A string below a field explains the option to `torrential strategies`, as the class's docstring does the strategy.
+    """
+
+    name: ClassVar[str] = ""
+    """What the strategy is called in messages and directories; by default as its class is."""
+    summary: ClassVar[str] = ""
+    """The strategy in one line; by default the first of its docstring."""
     worlds: ClassVar[tuple[str, ...]] = ("local", "sim")
     """The worlds that it runs in."""
     bucket_bytes: ClassVar[int] = 1 << 22
@@ -33,6 +41,19 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     def roles(self, workers: int, servers: int) -> Roles:
         """The roles that a world runs, given the numbers that were asked for; without servers by default."""
         return (Role("worker", workers, self.worker, "regroup"),)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for field in cls.__dict__["__slots__"]:  # the fields that this class adds; msgspec sets the others up later
+            owner = "Strategy" if hasattr(Strategy, field) else owner_of(field)
+            if owner is not None:
+                raise BadInput(
+                    f"{cls.__name__} has an option {field!r}, which is a name of {owner} already; give it another name"
+                )
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__
+        if "summary" not in cls.__dict__:
+            cls.summary = (inspect.cleandoc(cls.__doc__ or "").splitlines() or [""])[0]
 
     def worker(self, ctx: Context) -> None:
         """The program of a worker."""

@@ -1,10 +1,10 @@
 """What a study is asked: which entries, under which rules. Text from the command line to plain data that is kept.
 
-    allreduce,downpour:push_every=5+fetch_every=5,ssp:staleness=3+lr=0.05
+    allreduce,downpour:push_every=5+fetch_every=5,mine.py:Mine:period=3+lr=0.05
 
-An entry is a strategy with options of its own after the colon, joined by '+'. They are those of --set, and lr,
-batch_size, workers and servers. A comma works in the place of '+' too: what follows it is an option if it has a '=',
-and the rest of a list if it is no name.
+An entry is a strategy (a name, or a class in a file) with options of its own after the colon, joined by '+'. They are
+those of --set, and lr, batch_size, workers and servers. A comma works in the place of '+' too: what follows it is an
+option if it has a '=', and the rest of a list if it is no name.
 """
 
 from __future__ import annotations
@@ -18,22 +18,33 @@ from typing import Any
 
 import msgspec
 
-from torrential.config import Count, Positive, Workers
+from torrential.config import Count, Positive, Workers, label_of
 from torrential.errors import BadInput
 from torrential.options import make
 from torrential.records import Seconds
+from torrential.userfiles import absolute_spec
 
 NAME = r"[A-Za-z][\w-]*"
+STRATEGY = rf"(?:[^,:]+\.py(?::{NAME}(?=\s*(?:[:,]|$)))?|{NAME})"
 FORMAT = 1
 SAME_FOR_ALL = ("epochs", "steps", "target", "seed", "device", "world", "cluster", "evaluate_every")
+MOST_TRIALS = 20  # of each entry, where trials are added until it is decided
 SLUG = 60  # characters; file systems take 255
+
+
+class ObjectEntry(msgspec.Struct, frozen=True):
+    """An entry that a program gave as an object of a strategy."""
+
+    strategy: str  # as in RunConfig
+    options: dict[str, Any]
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """The question, as it was put. Two calls are about the same study if these are equal."""
 
     task: str
-    strategies: list[str]
+    strategies: list[str | ObjectEntry]
+    program: bool = False  # whether the task or a strategy was made in a program, which alone can put it again
     target: float | None  # None: the task's own, until it is loaded
     trials: int
     auto: bool = False  # whether trials are added until it is decided which entry is soonest; `trials` is the most
@@ -46,8 +57,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     device: str = "auto"
     world: str = "local"
-    clusters: list[str] = []
-    set: dict[str, str] = {}
+    clusters: list[str | dict[str, Any]] = []
+    set: dict[str, Any] = {}
     tune: dict[str, list[str]] = {}
     tune_trials: int = 1
 
@@ -58,7 +69,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     slug: str  # of its directories
     strategy: str
-    options: dict[str, str]  # of its own
+    options: dict[str, Any]  # of its own
     workers: Workers
     servers: Count | None = None
     batch_size: Count | None = None
@@ -66,7 +77,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     steps: int | None = None
     evaluate_every: int | None = None
     world: str = "local"
-    cluster: str = ""
+    cluster: str | dict[str, Any] = ""
 
 
 class ComputeTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +93,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     torrential: str
-    digest: str  # of the task's file and the clusters, if there are any
+    digest: str  # of the task's file, the strategies' and the clusters, if there are any
     created: str
     command: list[str]
     asked: Asked
@@ -104,22 +115,41 @@ class Own(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # -- entries ----------------------------------------------------------------------------------------------------------
-def split_entries(texts: Sequence[str]) -> list[tuple[str, dict[str, str]]]:
+def split_entries(given: Sequence[str | ObjectEntry]) -> list[tuple[str, dict[str, Any]]]:
     """Strategies, each with options of its own."""
-    found = []
-    for text in texts:
-        for part in re.split(rf",(?=\s*{NAME}\s*(?:[:,]|$))", text):
-            strategy, _, rest = part.strip().partition(":")
-            if not strategy:
-                raise BadInput(f"--strategies takes NAME[:option=value[+...]],... (given: {text!r})")
-            options: dict[str, str] = {}
-            for pair in re.split(rf"[+;,](?=\s*{NAME}=)", rest) if rest else []:
-                name, equals, value = pair.partition("=")
-                if not equals or not name.strip():
-                    raise BadInput(f"options of an entry are name=value, joined by '+' (given: {part.strip()!r})")
-                options[name.strip().replace("-", "_")] = value.strip()
-            found.append((strategy, options))
+    found: list[tuple[str, dict[str, Any]]] = []
+    for one in given:
+        if isinstance(one, ObjectEntry):
+            found.append((one.strategy, one.options))
+        else:
+            found += [(strategy, _split_options(rest, part)) for part, strategy, rest in _split_text(one)]
     return found
+
+
+def _split_text(text: str) -> Iterator[tuple[str, str, str]]:
+    """Each entry of a text, its strategy, and what follows the strategy's colon."""
+    for part in re.split(rf",(?=\s*{STRATEGY}\s*(?:[:,]|$))", text):
+        match = re.fullmatch(rf"\s*({STRATEGY})\s*(?::(.*))?", part, re.DOTALL)
+        strategy, rest = match.groups() if match else part.strip().partition(":")[::2]
+        if not strategy:
+            raise BadInput(f"--strategies takes NAME[:option=value[+...]],... (given: {text!r})")
+        yield part.strip(), strategy, rest or ""
+
+
+def _split_options(text: str, entry: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for pair in re.split(rf"[+;,](?=\s*{NAME}=)", text) if text else []:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip():
+            raise BadInput(f"options of an entry are name=value, joined by '+' (given: {entry!r})")
+        options[name.strip().replace("-", "_")] = value.strip()
+    return options
+
+
+def absolute_entries(text: str) -> str:
+    """The same entries in any working directory."""
+    parts = [(absolute_spec(strategy), rest) for _, strategy, rest in _split_text(text)]
+    return ",".join(strategy + (rest and f":{rest}") for strategy, rest in parts)
 
 
 def make_specs(asked: Asked) -> list[Spec]:
@@ -133,9 +163,9 @@ def make_specs(asked: Asked) -> list[Spec]:
         own = make(Own, {k: v for k, v in options.items() if k in Own.__struct_fields__})
         for workers in asked.workers if own.workers is None else [own.workers]:
             for cluster in asked.clusters or [""]:
-                name = strategy + (":" if options else "") + "+".join(f"{k}={v}" for k, v in options.items())
+                name = label_of(strategy) + (":" if options else "") + _joined(options)
                 name += f" · {workers} workers" if many_workers and own.workers is None else ""
-                name += f" · {Path(cluster).stem}" if many_clusters else ""
+                name += f" · {cluster_name(cluster)}" if many_clusters else ""
                 if name in (spec.name for spec in specs):
                     raise BadInput(f"the entry {name} is there twice; leave one out")
                 specs.append(
@@ -155,19 +185,38 @@ def make_specs(asked: Asked) -> list[Spec]:
     return specs
 
 
+def _joined(options: dict[str, Any]) -> str:
+    return "+".join(f"{name}={value}" for name, value in options.items())
+
+
+def cluster_name(cluster: str | dict[str, Any]) -> str:
+    """What a cluster is called where people read it; empty: there is none."""
+    return Path(cluster).stem if isinstance(cluster, str) else str(cluster.get("name", "cluster"))
+
+
 def slug(name: str, taken: Sequence[str]) -> str:
     """A name for directories."""
     plain = re.sub(r"[^A-Za-z0-9=._]+", "-", name).strip("-.")[:SLUG]
     return plain if plain not in taken else f"{plain}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 
 
-def own_options(spec: Spec) -> dict[str, str]:
-    """All that the entry was given, as text."""
+def own_options(spec: Spec) -> dict[str, Any]:
+    """All that the entry was given."""
     own = {name: getattr(spec, name) for name in ("servers", "batch_size", "lr")}
     return spec.options | {name: f"{value:g}" for name, value in own.items() if value is not None}
 
 
-# -- tuning -----------------------------------------------------------------------------------------------------------
+# -- trials and tuning ------------------------------------------------------------------------------------------------
+def split_trials(text: str) -> tuple[int, bool]:
+    """How many there are, and whether that is the most and fewer may do."""
+    word, _, most = text.strip().partition(":")
+    number = (most or str(MOST_TRIALS)) if word == "auto" else text
+    try:
+        return int(number), word == "auto"
+    except ValueError as error:
+        raise BadInput(f"--trials takes a number, auto, or auto:N for at most N (given: {text!r})") from error
+
+
 def split_tune(texts: Sequence[str]) -> dict[str, list[str]]:
     tune: dict[str, list[str]] = {}
     for text in texts:
@@ -226,7 +275,7 @@ def differences(here: Question, asked: Question) -> list[str]:
     found = []
     for name in ("torrential", "digest"):
         if getattr(here, name) != getattr(asked, name):
-            what = "the task's file has changed, or a cluster" if name == "digest" else None
+            what = "the task's file has changed, or a strategy's, or a cluster" if name == "digest" else None
             found.append(what or f"torrential: {here.torrential} there, {asked.torrential} here")
     for name in Asked.__struct_fields__:
         there, now = getattr(here.asked, name), getattr(asked.asked, name)
@@ -239,5 +288,7 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return " ".join(f"{k}={','.join(v) if isinstance(v, list) else v}" for k, v in value.items()) or "nothing"
     if isinstance(value, list):
-        return ",".join(map(str, value)) or "nothing"
+        return ",".join(map(_text, value)) or "nothing"
+    if isinstance(value, ObjectEntry):
+        return f"{value.strategy}:{_joined(value.options)}".rstrip(":")
     return "nothing" if value is None else str(value)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from torrential import completion
-from torrential.errors import BadInput, RunFailed
+from torrential.errors import BadInput
 from torrential.terminal import Terminal, printable_json
 
 if TYPE_CHECKING:
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 WriteReport = Callable[["Study", Path], None]
 WORKERS = "2"
 TRIALS = "5"  # with which up to four entries can be told apart
-MOST_TRIALS = 20  # of each entry, where trials are added until it is decided
-REPORT = "report.html"
 TENSORBOARD = "Write the runs as event files for TensorBoard, too."
 EXAMPLES = """Examples:\n
     torrential compare digits --strategies allreduce,downpour,ssp --target 0.97 --set slow=1:4\n
@@ -65,7 +61,7 @@ def add(
             str | None,
             typer.Option(
                 help=f"Runs of each entry; {TRIALS} by default. auto: until it is decided which entry is soonest, at "
-                f"most {MOST_TRIALS}, or N with auto:N."
+                "most 20, or N with auto:N."
             ),
         ] = None,
         workers: Annotated[
@@ -148,9 +144,8 @@ def add(
         }
         with ending():
             from torrential.data import find
+            from torrential.study.compare import carry_out
             from torrential.study.directory import read_question
-            from torrential.study.results import STUDY
-            from torrential.tasks import check_own
 
             find.set_data_dir(data_dir)
             if resume is not None:
@@ -158,11 +153,10 @@ def add(
                 if changed or task is not None:
                     raise BadInput(f"a resumed study keeps its question; leave out {', '.join(changed) or task}")
                 asked, out = read_question(resume).asked, resume
-                remedy = "look at that file, then put the question yourself, with --out in the place of --resume"
-                check_own(resume / STUDY, asked.task, remedy)
+                _check_resumable(resume, asked)
             else:
                 asked = _asked(task, given, options(set_ or []))
-            study = _compare(asked, out, err)
+            study = carry_out(asked, out, err)
             try:
                 _tell(study, json, tensorboard, write_report, err)
             except BaseException as error:
@@ -188,8 +182,25 @@ def add(
             _tell(read_study(directory, task), json, tensorboard, write_report, err)
 
 
+def _check_resumable(directory: Path, asked: Asked) -> None:
+    """A study goes on from its directory alone if that is the caller's own and names all that it takes."""
+    from torrential.study.ask import split_entries
+    from torrential.study.results import STUDY
+    from torrential.userfiles import check_own
+
+    if asked.program:
+        raise BadInput(
+            f"the task or a strategy of {directory} was made in a program; go on there with the same "
+            f"tt.compare(..., out={str(directory)!r})"
+        )
+    remedy = "look at that file, then put the question yourself, with --out in the place of --resume"
+    for spec in (asked.task, *(strategy for strategy, _ in split_entries(asked.strategies))):
+        check_own(directory / STUDY, spec, remedy)
+
+
 def _asked(task: str | None, given: dict[str, Any], options: dict[str, Any]) -> Asked:
-    from torrential.study.ask import Asked, split_tune
+    from torrential.study.ask import Asked, absolute_entries, split_trials, split_tune
+    from torrential.userfiles import absolute_spec
 
     if task is None:
         raise BadInput("which task? give a built-in name (see 'torrential tasks') or file.py[:name]")
@@ -201,10 +212,10 @@ def _asked(task: str | None, given: dict[str, Any], options: dict[str, Any]) -> 
     def or_default(name: str, default: Any) -> Any:
         return default if given[name] is None else given[name]
 
-    most, auto = _trials(or_default("trials", TRIALS))
+    most, auto = split_trials(or_default("trials", TRIALS))
     return Asked(
-        task=str(Path(task).absolute()) if ".py" in task else task,
-        strategies=given["strategies"],
+        task=absolute_spec(task),
+        strategies=[absolute_entries(text) for text in given["strategies"]],
         target=given["target"],
         trials=most,
         auto=auto,
@@ -224,16 +235,6 @@ def _asked(task: str | None, given: dict[str, Any], options: dict[str, Any]) -> 
     )
 
 
-def _trials(text: str) -> tuple[int, bool]:
-    """How many there are, and whether that is the most and fewer may do."""
-    word, _, most = text.strip().partition(":")
-    number = (most or str(MOST_TRIALS)) if word == "auto" else text
-    try:
-        return int(number), word == "auto"
-    except ValueError as error:
-        raise BadInput(f"--trials takes a number, auto, or auto:N for at most N (given: {text!r})") from error
-
-
 def _numbers(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
@@ -241,42 +242,8 @@ def _numbers(text: str) -> list[int]:
         raise BadInput(f"--workers takes whole numbers, as in 2,4 (given: {text!r})") from error
 
 
-def _compare(asked: Asked, out: Path | None, err: Terminal) -> Study:
-    from torrential.records import fresh_directory
-    from torrential.study.conduct import conduct
-    from torrential.study.directory import locked, open_directory, read_question
-    from torrential.study.outlook import outlook
-    from torrential.study.question import make_question
-    from torrential.study.results import STUDY
-    from torrential.study.runner import Train
-    from torrential.study.watch import Watching
-
-    kept = read_question(out).measured if out is not None and os.path.exists(out / STUDY) else []
-    question, task = make_question(asked, sys.argv, kept)
-    directory = out or fresh_directory(f"compare-{Path(question.task).stem}")
-    onward = f"finished runs are kept; go on with: torrential compare --resume {directory}"
-    with locked(directory):
-        question = open_directory(directory, question)
-        err.print(f"study directory: {directory}", highlight=False, soft_wrap=True)
-        for line in outlook(question):
-            err.print(line, highlight=False, soft_wrap=True)
-        watching = Watching(question.metric, question.asked.target or 0.0, err)
-        train = Train(question, task, watching)
-        try:
-            return conduct(question, directory, train, watching)
-        except RunFailed as error:
-            raise RunFailed(f"{error}\n{onward}") from error
-        except BaseException as error:
-            if not isinstance(error, Exception):  # Ctrl-C, or asked to end
-                watching.close()
-                err.print(f"stopped; {onward}", highlight=False, soft_wrap=True)
-            raise
-        finally:
-            watching.close()
-            train.close()
-
-
 def _tell(study: Study, json: bool, tensorboard: bool, write_report: WriteReport, err: Terminal) -> None:
+    from torrential.study.results import REPORT
     from torrential.study.show import show, to_json, write_csv
     from torrential.study.verdict import judge
 

@@ -9,7 +9,6 @@ import msgspec
 from torrential.config import RunConfig
 from torrential.optim.schedule import schedule_of
 from torrential.progress import counted, number
-from torrential.strategies import make_strategy
 from torrential.study.results import Entry, Run, Study, unit_of_time
 from torrential.worlds.sim.cluster import CRASHES, Fault, make_cluster
 
@@ -46,8 +45,7 @@ def _faults(run: Run) -> Iterator[tuple[str, bool]]:
 def _planned(run: Run) -> int:
     """The samples that the run would train on if it had no target."""
     config = msgspec.convert(run.config, RunConfig)
-    strategy = make_strategy(config.strategy, config.options)
-    return schedule_of(config, strategy.joined(config.workers, config.batch_size)).total
+    return schedule_of(config, config.samples_per_step).total
 
 
 def _where(fault: Fault) -> str:

@@ -15,9 +15,9 @@ import torch
 
 from torrential.config import Settings
 from torrential.options import make
-from torrential.prepare import Request
+from torrential.resolve import Request, cluster_table
 from torrential.study.ask import ComputeTime
-from torrential.worlds.sim.cluster import make_cluster, read_cluster
+from torrential.worlds.sim.cluster import make_cluster
 from torrential.worlds.sim.compute_time import measure_seconds_per_sample
 
 
@@ -47,7 +47,7 @@ def _table(request: Request) -> dict[str, Any] | None:
     """What is simulated; None: nothing is."""
     if request.world != "sim":
         return None
-    return read_cluster(request.cluster) if isinstance(request.cluster, str) else request.cluster or {}
+    return cluster_table(request.cluster)
 
 
 def _leaves_it_open(table: dict[str, Any] | None) -> bool:

@@ -5,49 +5,65 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
-from torrential import prepare
 from torrential.config import Settings
 from torrential.errors import BadInput
 from torrential.options import make
-from torrential.strategies import STRATEGIES
-from torrential.strategies.base import needs_servers
+from torrential.resolve import Request, ResolvedRun, cluster_table, resolve
+from torrential.strategies.base import Strategy, needs_servers
+from torrential.strategies.registry import resolve_strategy
 from torrential.study import statistics
 from torrential.study.ask import Asked, ComputeTime, Question, Spec, check_asked, grid, make_specs, with_values
 from torrential.study.measured import measure_compute_times, with_compute_time
 from torrential.task import Task
 from torrential.tasks import load_task
+from torrential.userfiles import split_spec
 from torrential.version import __version__
-from torrential.worlds.base import Job
-from torrential.worlds.sim.cluster import read_cluster
 
 CLOSE = 0.1  # how far the samples of an entry's interval may be off, as steps are whole
 
 
-def make_question(asked: Asked, command: list[str], measured: Sequence[ComputeTime] = ()) -> tuple[Question, Task]:
-    """`measured`: what a study that goes on has measured already."""
+@dataclass(frozen=True)
+class Subject:
+    """What a study trains: the task, and the class of each strategy that its entries name."""
+
+    task: Task
+    source: str | None  # of the task; None: a program made it
+    strategies: Mapping[str, type[Strategy]]
+
+
+def make_question(
+    asked: Asked,
+    command: list[str],
+    measured: Sequence[ComputeTime] = (),
+    task: Task | None = None,
+    strategies: Mapping[str, type[Strategy]] | None = None,
+) -> tuple[Question, Subject]:
+    """`measured`: what a study that goes on has measured already. `task` and `strategies`: those of a program."""
     check_asked(asked)
-    task = load_task(asked.task)
+    source = asked.task if task is None else None
+    task = load_task(asked.task) if task is None else task
     asked = msgspec.structs.replace(asked, target=task.target if asked.target is None else asked.target)
     if asked.target is None:
         raise BadInput(f"the task {task.name} has no target of its own; give one with --target")
     specs = make_specs(asked)
     _check_auto(asked, len(specs))
-    jobs = [_check(asked, spec, task) for spec in specs]
-    specs, interval = _same_rules(asked, specs, jobs)
+    subject = Subject(task, source, _load_strategies(specs, strategies or {}))
+    runs = [_check(asked, spec, subject) for spec in specs]
+    specs, interval = _same_rules(asked, specs, runs)
     tuned = [with_values(spec, values) for spec in specs for values in grid(asked.tune)]
     for spec in tuned:
-        _check(asked, spec, task)
-    requests = [request(asked, spec, task, asked.seed) for spec in (*specs, *tuned)]
+        _check(asked, spec, subject)
+    requests = [request(asked, spec, subject, asked.seed) for spec in (*specs, *tuned)]
     question = Question(
         torrential=__version__,
-        digest=_digest(asked),
+        digest=_digest(asked, subject),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
         asked=asked,
@@ -56,9 +72,21 @@ def make_question(asked: Asked, command: list[str], measured: Sequence[ComputeTi
         metric=task.metric_name,
         maximize=task.maximize,
         interval=interval,
-        measured=measure_compute_times(requests, jobs[0].config.device, measured),
+        measured=measure_compute_times(requests, runs[0].config.device, measured),
     )
-    return question, task
+    return question, subject
+
+
+def _load_strategies(specs: Sequence[Spec], known: Mapping[str, type[Strategy]]) -> dict[str, type[Strategy]]:
+    """The class of every strategy, each loaded once for all its runs."""
+    found = dict(known)
+    for spec in specs:
+        if spec.strategy not in found:
+            try:
+                found[spec.strategy] = resolve_strategy(spec.strategy).kind
+            except BadInput as error:
+                raise BadInput(f"{spec.name}: {error}") from error
+    return found
 
 
 def _check_auto(asked: Asked, entries: int) -> None:
@@ -76,19 +104,19 @@ def _check_auto(asked: Asked, entries: int) -> None:
         )
 
 
-def request(asked: Asked, spec: Spec, task: Task, seed: int, measured: Sequence[ComputeTime] = ()) -> prepare.Request:
+def request(asked: Asked, spec: Spec, subject: Subject, seed: int, measured: Sequence[ComputeTime] = ()) -> Request:
     """One run of an entry."""
     options = {k: v for k, v in asked.set.items() if k != "evaluate_every"} | spec.options
     if spec.evaluate_every is not None:
         options["evaluate_every"] = str(spec.evaluate_every)
-    served = spec.strategy in STRATEGIES and needs_servers(STRATEGIES[spec.strategy])
-    run = prepare.Request(
-        task=task,
-        source=asked.task,
-        strategy=spec.strategy,
+    kind = subject.strategies[spec.strategy]
+    run = Request(
+        task=subject.task,
+        source=subject.source,
+        strategy=kind,
         options=options,
         workers=spec.workers,
-        servers=(asked.servers if served else None) if spec.servers is None else spec.servers,
+        servers=(asked.servers if needs_servers(kind) else None) if spec.servers is None else spec.servers,
         epochs=asked.epochs,
         steps=spec.steps,
         target=asked.target,
@@ -102,24 +130,19 @@ def request(asked: Asked, spec: Spec, task: Task, seed: int, measured: Sequence[
     return with_compute_time(run, measured)
 
 
-def _check(asked: Asked, spec: Spec, task: Task) -> Job:
-    """Refuse what a run of this entry would refuse; leaves nothing."""
-    with tempfile.TemporaryDirectory(prefix="torrential-") as place:
-        try:
-            job = prepare.prepare(request(asked, spec, task, asked.seed), Path(place) / "run")
-        except BadInput as error:
-            raise BadInput(f"{spec.name}: {error}") from error
-        prepare.unlock(job.directory)
-    return job
+def _check(asked: Asked, spec: Spec, subject: Subject) -> ResolvedRun:
+    """Refuse what a run of this entry would refuse."""
+    try:
+        return resolve(request(asked, spec, subject, asked.seed))
+    except BadInput as error:
+        raise BadInput(f"{spec.name}: {error}") from error
 
 
-def _same_rules(asked: Asked, specs: list[Spec], jobs: list[Job]) -> tuple[list[Spec], int | None]:
+def _same_rules(asked: Asked, specs: list[Spec], runs: list[ResolvedRun]) -> tuple[list[Spec], int | None]:
     """Steps mean different numbers of samples in different entries. What is given in steps counts those of the first
     entry; the others are stopped, and evaluated, after as many samples."""
-    joined = [_samples_of_a_step(job) for job in jobs]
+    joined = [_samples_of_a_step(run) for run in runs]
     every = make(Settings, {k: v for k, v in asked.set.items() if k == "evaluate_every"}).evaluate_every
-    if every is not None and every < 1:
-        raise BadInput(f"evaluate_every must be at least 1 (given: {every})")
     limit = None if asked.steps is None else asked.steps * joined[0]
     interval = None if every is None else round(every * joined[0])
     odd = [spec.name for spec, samples in zip(specs, joined, strict=True) if interval and not _fits(interval, samples)]
@@ -140,10 +163,10 @@ def _same_rules(asked: Asked, specs: list[Spec], jobs: list[Job]) -> tuple[list[
     return changed, interval
 
 
-def _samples_of_a_step(job: Job) -> float:
+def _samples_of_a_step(run: ResolvedRun) -> float:
     """The last step of an epoch takes what is left. Where that matters, as steps are a large part of an epoch, it is
     the average that counts."""
-    full, epoch = job.strategy.joined(job.config.workers, job.config.batch_size), job.config.samples
+    full, epoch = run.config.samples_per_step, run.config.samples
     average = epoch / math.ceil(epoch / full)
     return full if average >= (1 - CLOSE) * full else average
 
@@ -153,9 +176,9 @@ def _fits(interval: float, joined: float) -> bool:
     return abs(round(interval / joined) * joined - interval) <= CLOSE * interval
 
 
-def _digest(asked: Asked) -> str:
-    """Of the task's file and the clusters, so that a study does not go on with other ones."""
-    file = asked.task if asked.task.endswith(".py") else asked.task.rpartition(":")[0]
-    parts = [Path(file).read_bytes()] if file.endswith(".py") else []
-    parts += [msgspec.json.encode(read_cluster(cluster)) for cluster in asked.clusters]
+def _digest(asked: Asked, subject: Subject) -> str:
+    """Of the files of task and strategies and of the clusters, so that a study does not go on with other ones."""
+    files = [split_spec(spec)[0] for spec in (subject.source or "", *subject.strategies)]
+    parts = [Path(file).read_bytes() for file in files if file]
+    parts += [msgspec.json.encode(cluster_table(cluster)) for cluster in asked.clusters]
     return hashlib.sha256(b"\n".join(parts)).hexdigest()[:16] if parts else ""

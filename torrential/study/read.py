@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from torrential import records
-from torrential.config import Recipe, RunConfig, Settings
+from torrential.config import WORLDS, Recipe, RunConfig, label_of
 from torrential.errors import BadInput, UnknownName
 from torrential.records import Evaluation, Event, Step, Summary
-from torrential.study.ask import Question, Spec, grid, own_options
+from torrential.study.ask import Question, Spec, cluster_name, grid, own_options
 from torrential.study.directory import read_question
 from torrential.study.plan import RUNS, looks, trial_directory, tuning_directory
 from torrential.study.results import STUDY, Entry, Run, Study
@@ -152,7 +152,7 @@ def _trials(entries: Sequence[Entry], looks: Sequence[int]) -> int:
 
 def _entry(spec: Spec, name: str, options: dict[str, Any], runs: list[Run]) -> Entry:
     servers = runs[0].config["servers"] if runs else spec.servers or 0
-    cluster = Path(spec.cluster).stem
+    cluster = cluster_name(spec.cluster)
     return Entry(name, spec.strategy, options, spec.workers, servers, spec.world, cluster, runs)
 
 
@@ -207,15 +207,15 @@ def _group(runs: Sequence[Run], problems: list[str]) -> list[Entry]:
         options = _set_options(config, problems) | {name: config[name] for name in varying}
         cluster = str((config.get("cluster") or {}).get("name", ""))
         where = (config["strategy"], options, config["workers"], config["servers"], config["world"], cluster)
-        name = str(config["strategy"]) + (":" if options else "")
-        name += "+".join(f"{option}={value}" for option, value in options.items())
-        name += f" · {config['workers']} workers" if several_workers else ""
-        name += f" · {cluster}" if cluster else ""
-        key = f"{name} {where}"
+        more = (":" if options else "") + "+".join(f"{option}={value}" for option, value in options.items())
+        more += f" · {config['workers']} workers" if several_workers else ""
+        more += f" · {cluster}" if cluster else ""
+        key = f"{more} {where}"
         if key not in groups:
-            if name in (entry.name for entry in groups.values()):
-                name = f"{name} · {config['servers']} servers"
-            groups[key] = Entry(name, *where)
+            label, servers = label_of(config["strategy"]), f" · {config['servers']} servers"
+            taken = [entry.name for entry in groups.values()]
+            names = (label + more, label + more + servers, config["strategy"] + more + servers)
+            groups[key] = Entry(next(name for name in names if name not in taken or name is names[-1]), *where)
         groups[key].runs.append(run)
     return list(groups.values())
 
@@ -225,10 +225,12 @@ def _set_options(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     from torrential.strategies import STRATEGIES
 
     settings = {name: value for name, value in config["settings"].items() if name != "evaluate_every"}
-    options = _changed(settings, Settings()) | _changed(config.get("recipe", {}), Recipe())
+    options = _changed(settings, WORLDS[config["world"]]()) | _changed(config.get("recipe", {}), Recipe())
     strategy = config["strategy"]
     if strategy in STRATEGIES:
         return _changed(config["options"], STRATEGIES[strategy]()) | options
+    if ":" in strategy:  # somebody's own, whose file is not run to look at records
+        return dict(config["options"]) | options
     unknown = f"this version has no strategy {strategy!r}; its runs are shown as their records are"
     if unknown not in problems:
         problems.append(unknown)

@@ -18,6 +18,7 @@ from torrential.records import Evaluation, Event, Manifest, Step, Summary
 from torrential.study.ask import ComputeTime
 
 STUDY = "study.json"
+REPORT = "report.html"
 DIVERGED = "diverged"  # the event that ends the records of a run whose loss was no number any more
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torrential import prepare, records, run
+from torrential import records, run
 from torrential.errors import Diverged
+from torrential.opening import open_run
 from torrential.records import Event, RecordWriter, Step
 from torrential.study.ask import Question
 from torrential.study.plan import Trial
-from torrential.study.question import request
+from torrential.study.question import Subject, request
 from torrential.study.results import DIVERGED
 from torrential.study.watch import Watching
-from torrential.task import Task
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.warm import Warm
 
@@ -20,8 +20,8 @@ from torrential.worlds.local.warm import Warm
 class Train:
     """A Runner. Processes of all runs come from one that has torch loaded."""
 
-    def __init__(self, question: Question, task: Task, watching: Watching) -> None:
-        self._question, self._task, self._watching = question, task, watching
+    def __init__(self, question: Question, subject: Subject, watching: Watching) -> None:
+        self._question, self._subject, self._watching = question, subject, watching
         self._warm: Warm | None = None
 
     def close(self) -> None:
@@ -32,10 +32,10 @@ class Train:
         launch = self._launch() if trial.spec.world == "local" else None
         try:
             question = self._question
-            asked = request(question.asked, trial.spec, self._task, trial.seed, question.measured)
+            asked = request(question.asked, trial.spec, self._subject, trial.seed, question.measured)
             if trial.values:  # test data is for what is reported
                 asked = replace(asked, options=asked.options | {"test": "false"})
-            job = prepare.prepare(asked, trial.directory)
+            job = open_run(asked, trial.directory)
             listener = self._watching.listen(run.planned_steps(job))
             try:
                 run.execute(job, launch, lambda _: listener)

@@ -162,6 +162,12 @@ def soonest(rows: list[Row]) -> Row | None:
     return next(iter(in_order(rows)), None)
 
 
+def winner(verdict: Verdict) -> Row | None:
+    """The entry that was sooner than every other, as far as the test can tell; None: that is undecided."""
+    best = None if verdict.refused else soonest(verdict.rows)
+    return best if best is not None and best.reached and not _rivals(best, verdict.pairs) else None
+
+
 def _rivals(best: Row, pairs: list[Pair]) -> list[Row]:
     """Entries that may be as soon as the one with the smallest median."""
     return [_other(pair, best) for pair in pairs if best in (pair.first, pair.second) and not pair.differs]

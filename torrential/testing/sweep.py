@@ -10,17 +10,16 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from torrential.config import RunConfig, Settings
+from torrential.config import RunConfig, SimSettings
 from torrential.errors import RunFailed, WorkerFailed
 from torrential.records import Evaluation, Record
 from torrential.run import Silent
-from torrential.strategies import make_strategy
+from torrential.strategies.registry import resolve_strategy
 from torrential.task import OptimizerSpec, Task
 from torrential.testing.audit import Audit, Violation
 from torrential.testing.events import last
@@ -104,6 +103,7 @@ def simulate(schedule: Schedule, audit: Audit | None = None) -> tuple[list[Recor
 
 def _job(schedule: Schedule) -> Job:
     task = _task(schedule.samples, schedule.momentum)
+    strategy = resolve_strategy(schedule.strategy).make(schedule.options)
     config = RunConfig(
         task=task.name,
         source=None,
@@ -117,13 +117,14 @@ def _job(schedule: Schedule) -> Job:
         target=None,
         samples=schedule.samples,
         batch_size=schedule.batch_size,
+        samples_per_step=strategy.joined(schedule.workers, schedule.batch_size),
         lr=RATE,
         optimizer={},
         seed=schedule.seed,
         device="cpu",
-        settings=msgspec.convert(schedule.settings, Settings),
+        settings=SimSettings(**schedule.settings),
     )
-    return Job(config, task, make_strategy(schedule.strategy, schedule.options), Path("nowhere"))
+    return Job(config, task, strategy, Path("nowhere"))
 
 
 @functools.cache

@@ -117,8 +117,6 @@ class RoleContext:
             spec = replica.server_spec()
             states = [*state_names(replica.layout, spec), *self.servers.vectors]
             self.progress.saving = Saving(self.comm, client, self.outlet, replica, states)
-        if self._first is not None:
-            replica.load_rest(self._first.model)
         return client
 
     # -- with the other members ---------------------------------------------------------------------------------

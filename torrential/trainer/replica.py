@@ -72,6 +72,8 @@ class ModelReplica:
         self._vector: Tensor | None = None
         self._gradient: Tensor | None = None
         self.parameters: Parameters | None = None  # where they live, once the program has said
+        if checkpoint is not None:
+            self._load_rest(checkpoint.model)
         self._own_buffers()
 
     def _own_buffers(self) -> None:
@@ -95,7 +97,7 @@ class ModelReplica:
         """Parameters that are not trained, by name."""
         return {self._names[n]: p.detach() for n, p in self.model.named_parameters() if not p.requires_grad}
 
-    def load_rest(self, saved: Mapping[str, Tensor]) -> None:
+    def _load_rest(self, saved: Mapping[str, Tensor]) -> None:
         """Take over buffers, and parameters that are not trained, from a whole model's."""
         with torch.no_grad():
             for name, tensor in (self.frozen() | self.buffers()).items():

@@ -146,7 +146,6 @@ class Rounds:
         for entry in self._replica.layout.entries:
             self._parameters.counts[entry.index] = saved.applied.get(entry.name, 0)
         self._snapshots.resumed()
-        self._replica.load_rest(saved.model)
 
     def _catch_up(self, standing: Standing) -> None:
         """The member that is furthest hands its state to those behind."""

@@ -112,6 +112,8 @@ def from_checkpoint(checkpoint: Checkpoint, layout: Layout) -> tuple[dict[str, T
         place(dtype_name(entry.dtype), entry.index, checkpoint.model[entry.name])
     for name, tensor in checkpoint.optimizer.items():
         parameter, _, key = name.rpartition("/")
+        if parameter not in by_name:
+            continue  # another worker's part of the model has it
         entry = by_name[parameter]
         if tensor.shape == entry.shape and key != "step":
             place(f"{dtype_name(entry.dtype)}/{key}", entry.index, tensor)

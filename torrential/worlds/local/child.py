@@ -97,13 +97,12 @@ def _build(
     backend = None if not native else ("nccl" if own_gpu else "gloo")
     buffers = Buffers(link, rank)
     kept = job.directory / "costs.json"
-    comm = LocalComm(rank, config.workers, link, buffers, messenger, post, config.settings, backend, kept)
+    comm = LocalComm(rank, config.workers, link, buffers, messenger, post, config.local, backend, kept)
     comm.own_memory = role.death in ("view", "restart")
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
     meeting = device if backend == "nccl" else torch.device("cpu")
-    context = RoleContext(
-        job.task, config, job.strategy, comm, outlet, device, meeting, going_on_from(job, rank, life), life
-    )
+    checkpoint = going_on_from(job, rank, life)
+    context = RoleContext(job.task, config, job.strategy, comm, outlet, device, meeting, checkpoint, life)
     assert context.replica  # built before it joins: a slow model factory stalls nobody
     return context, comm
 

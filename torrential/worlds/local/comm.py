@@ -27,7 +27,7 @@ from torrential.comm.protocol import Group, Handle, Meter, Part, Standing
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.shared import MAIL_BYTES, MAX_RANKS, WORDS, SharedCarrier
-from torrential.config import Settings
+from torrential.config import LocalSettings
 from torrential.errors import PeerLost, Regrouped, RunFailed
 from torrential.membership.meeting import leave, meet
 from torrential.records import Event
@@ -44,7 +44,7 @@ class LocalComm(LocalMail):
 
     def __init__(
         self, rank: int, workers: int, link: Link, buffers: Buffers, messenger: Messenger | None, post: Post,
-        settings: Settings, backend: str | None, kept: Path | None = None,
+        settings: LocalSettings, backend: str | None, kept: Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(rank, link, buffers, post, settings.transport == "shared" and backend is None)
         self.rank, self._settings, self._messenger = rank, settings, messenger

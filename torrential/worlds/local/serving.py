@@ -23,7 +23,7 @@ def serve(job: Job, number: int, link: Link, post: Post) -> None:
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.settings.threads or max(1, cores // max(config.workers, config.servers)))
     plan = ServerPlan(job.task, config, job.strategy, job.checkpoint)
-    address, shared = SERVERS + number, config.settings.transport == "shared"
+    address, shared = SERVERS + number, config.local.transport == "shared"
     mail = ServerMail(address, link, Buffers(link, address), post, shared)
     link.send(m.Ready(plan.numel, plan.bounds))
     link.until(lambda: mail.first is not None or link.dismissed, "the first view", 1e9)

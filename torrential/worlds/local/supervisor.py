@@ -50,7 +50,7 @@ class LocalWorld:
         registry = Registry()
         parcel = shipping.pack(job)
         regroups = any(members.name == "worker" and members.death != "view" for members in population(job))
-        crew = Crew(self._launch.socket, parcel.fds, job.config.settings.transport, regroups)
+        crew = Crew(self._launch.socket, parcel.fds, job.config.local.transport, regroups)
         try:
             _Run(job, crew, registry, write, listener).supervise()
         finally:
@@ -61,7 +61,7 @@ class LocalWorld:
 
 
 def rules_of(job: Job) -> Rules:
-    settings = job.config.settings
+    settings = job.config.local
     wanted = {"worker": settings.restart, "server": settings.restart_servers}
     return Rules(
         timeout=settings.timeout,
@@ -82,7 +82,7 @@ class _Run:
     ) -> None:
         self._job, self._crew, self._registry, self._listener = job, crew, registry, listener
         self._write_record = write
-        self._native = job.config.settings.algorithm == "native"
+        self._native = job.config.local.algorithm == "native"
         self._membership = Membership(population(job), rules_of(job))
         self._step = job.checkpoint.step if job.checkpoint else 0
         self._membership.stepped(self._step)

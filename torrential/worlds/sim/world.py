@@ -69,7 +69,7 @@ class SimWorld:
     def run(self, job: Job, write: Callable[[Record], None], listener: Listener) -> None:
         threads, thresholds = torch.get_num_threads(), gc.get_threshold()
         torch.set_num_threads(job.config.settings.threads or 1)
-        dry = job.config.settings.gradients == "off"
+        dry = job.config.sim.gradients == "off"
         gc.set_threshold(YOUNG_AND_EMPTY if dry else YOUNG, *thresholds[1:])
         run = _Run(job, self._cluster, write, listener, self._observer, self._watch)
         try:
@@ -111,8 +111,8 @@ class _Run:
         config = self._config = job.config
         self._kernel = Kernel()
         self._kernel.now = job.elapsed
-        self._trace = Trace() if config.settings.trace else None
-        dry = config.settings.gradients == "off"
+        self._trace = Trace() if config.sim.trace else None
+        dry = config.sim.gradients == "off"
         self._hub = Hub(self._kernel, cluster, config.seed, self._trace, "meta" if dry else "cpu")
         roles = job.strategy.roles(config.workers, config.servers)
         self._programs: dict[str, StrategyRole] = {r.name: r for r in roles if isinstance(r, StrategyRole)}
@@ -152,8 +152,8 @@ class _Run:
         if self._cluster.compute.seconds_per_sample == "measure":
             detail = f"{self._seconds_per_sample:g} s per sample here; another time it may be another"
             self.event("measured", None, detail)
-        if self._config.settings.processes:
-            self._hub.hands = Hands(self._config.settings.processes, self._job.task, self._config)
+        if self._config.sim.processes:
+            self._hub.hands = Hands(self._config.sim.processes, self._job.task, self._config)
         if self._watch is not None:
             self._watch.begin(self._kernel, self._hub, self._membership)
         self._group.start()

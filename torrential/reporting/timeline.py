@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from torrential.records import Event
-from torrential.report import series
-from torrential.report.marks import COLOURS, Figure, Trace, safe, short
+from torrential.reporting import series
+from torrential.reporting.marks import COLOURS, Figure, Trace, safe, short
 from torrential.study.results import Run, Study
 
 LOOKS = {

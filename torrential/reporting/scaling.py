@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from torrential.report.marks import Figure, Key, Trace, keys, safe, samples_per_second, short, time_name
+from torrential.config import label_of
+from torrential.reporting.marks import Figure, Key, Trace, keys, safe, samples_per_second, short, time_name
 from torrential.study.results import Entry, Study
 
 
@@ -17,7 +18,7 @@ def scaling_groups(study: Study) -> list[tuple[str, list[Entry]]]:
     for entry in study.entries:
         options = "+".join(f"{name}={value}" for name, value in entry.options.items() if name not in entry.tuned)
         where = [part for part in (entry.world if entry.world != "local" else "", entry.cluster) if part]
-        groups.setdefault(" · ".join([f"{entry.strategy}:{options}".rstrip(":"), *where]), []).append(entry)
+        groups.setdefault(" · ".join([f"{label_of(entry.strategy)}:{options}".rstrip(":"), *where]), []).append(entry)
     return [
         (name, sorted(entries, key=lambda entry: entry.workers))
         for name, entries in groups.items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -21,11 +22,12 @@ from markupsafe import Markup
 from torrential.errors import BadInput
 from torrential.progress import metric_value
 from torrential.records import replace_file
-from torrential.report import figures, scaling, series, tables
-from torrential.report.marks import Figure, Key, entry_keys, keys, unbroken
-from torrential.report.timeline import event_words, timeline, timeline_bins
-from torrential.study.results import Study
-from torrential.study.show import legend
+from torrential.reporting import figures, scaling, series, tables
+from torrential.reporting.marks import Figure, Key, entry_keys, keys, unbroken
+from torrential.reporting.timeline import event_words, timeline, timeline_bins
+from torrential.study.read import read_study
+from torrential.study.results import REPORT, Study
+from torrential.study.show import legend, write_csv
 from torrential.study.statistics import FEWEST
 from torrential.study.verdict import judge
 from torrential.version import __version__
@@ -55,6 +57,16 @@ class Trial:
     events: list[str]
     changes: int  # events that are about a worker: deaths, joins
     more: int  # events that are not listed
+
+
+def report(directory: str | os.PathLike[str], task: str | None = None) -> Path:
+    """Write what the runs in a directory show as a page, report.html, and as a table, trials.csv; returns the page's
+    path. The directory is a study's, one of runs, or a run's; `task` chooses among runs of several tasks."""
+    study = read_study(Path(directory), task)
+    page = study.directory / REPORT
+    write_report(study, page)
+    write_csv(study)
+    return page
 
 
 def write_report(study: Study, path: Path) -> None:
@@ -171,7 +183,7 @@ def plotly_script() -> str:
 
 
 def _own(name: str) -> str:
-    return files("torrential.report").joinpath(name).read_text(encoding="utf-8")
+    return files("torrential.reporting").joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from torrential.progress import byte_count, metric_value, number
-from torrential.report.marks import outcome, samples_per_second
-from torrential.report.series import Work, metric_curve
+from torrential.reporting.marks import outcome, samples_per_second
+from torrential.reporting.series import Work, metric_curve
 from torrential.study import show
 from torrential.study.results import Entry, Run, Study, unit_of_time
 from torrential.study.tuning import best_value

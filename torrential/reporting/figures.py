@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from torrential.progress import metric_value, number
-from torrential.report import series
-from torrential.report.marks import Figure, Key, Trace, entry_keys, outcome, safe, short, time_name, unbroken
+from torrential.reporting import series
+from torrential.reporting.marks import Figure, Key, Trace, entry_keys, outcome, safe, short, time_name, unbroken
 from torrential.study.results import Entry, Run, Study
 
 Works = dict[int, series.Work]  # by id() of the run

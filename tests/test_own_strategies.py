@@ -1,0 +1,469 @@
+"""Strategies that no table knows: of a program, of a file, of a package; in both worlds, in studies, and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+import torch
+from test_bad_input import main_here, one_message, refused  # noqa: F401 (fixtures)
+
+import torrential as tt
+from torrential import config, records
+from torrential.comm.schedules import ALGORITHMS
+from torrential.config import RUN, WORLDS, LocalSettings, SimSettings, label_of, owner_of
+from torrential.errors import BadInput, UnknownName
+from torrential.options import explain
+from torrential.records import MANIFEST, RECORDS, read_manifest
+from torrential.strategies import STRATEGIES
+from torrential.strategies.registry import registered, resolve_strategy
+from torrential.study.ask import absolute_entries, split_entries
+from torrential.study.directory import read_question
+
+Refused = Callable[..., str]
+CLUSTER = {"compute": {"seconds_per_sample": 1e-3}}
+WORLD: dict[str, dict[str, Any]] = {"local": {}, "sim": {"world": "sim", "cluster": CLUSTER}}
+FILE = '''
+"""A file with one strategy."""
+from torrential import AllReduce
+import torrential as tt
+
+BAD = 13
+
+
+def checked(period):
+    if period == BAD:
+        raise ValueError("an unlucky period")
+
+
+class Mine(AllReduce):
+    """Sums as allreduce does.
+
+    And looks at its period.
+    """
+
+    period: int = 3
+    """How many steps a period has."""
+
+    def worker(self, ctx):
+        checked(self.period)
+        super().worker(ctx)
+'''
+
+
+def train(strategy: Any, out: Path, world: str, **options: Any) -> tt.TrainResult:
+    given = {"workers": 2, "steps": 4, "device": "cpu", "progress": False} | WORLD[world] | options
+    return tt.train("digits-mlp", strategy, out=out, **given)
+
+
+def write(directory: Path, text: str = FILE, name: str = "mine.py") -> Path:
+    path = directory / name
+    path.write_text(text)
+    return path
+
+
+def recorded(run: Path) -> dict[str, Any]:
+    return read_manifest(run).config
+
+
+@pytest.fixture(autouse=True)
+def path_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a file puts its directory there
+    yield
+
+
+def own_class() -> type[tt.Strategy]:
+    """A class that no other process can import."""
+
+    class Local(tt.AllReduce):
+        """One of a function."""
+
+        period: int = 3
+        rates: tuple[float, ...] = ()
+        kept: ClassVar[list[str]] = ["of the class"]
+
+        def worker(self, ctx: Any) -> None:
+            assert self.period == 7 and self.kept == ["of the class"] and type(self) is Local
+            super().worker(ctx)
+
+    return Local
+
+
+# -- objects of a program ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("world", WORLD)
+def test_an_object_of_a_class_that_no_table_knows(world: str, tmp_path: Path) -> None:
+    mine = train(own_class()(period=7), tmp_path / "mine", world)
+    plain = train(tt.AllReduce(), tmp_path / "plain", world)
+    for one, other in zip(mine.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    kept = recorded(mine.out)
+    assert kept["strategy"] == f"{__name__}:own_class.<locals>.Local"
+    assert kept["options"] == {"period": 7, "rates": [], "accumulate": 1, "overlap": True}
+    assert (mine.summary.strategy, plain.summary.strategy) == ("own_class.<locals>.Local", "allreduce")
+
+
+def test_a_class_takes_its_options_from_the_call_and_an_object_has_them(tmp_path: Path) -> None:
+    assert recorded(train(tt.AllReduce, tmp_path / "run", "sim", accumulate=2).out)["options"]["accumulate"] == 2
+    with pytest.raises(BadInput, match="accumulate is an option of the strategy, which was given as an object"):
+        train(tt.AllReduce(), tmp_path / "other", "sim", accumulate=2)
+    with pytest.raises(BadInput, match=r"a strategy is a name, a subclass of tt.Strategy or an object of one"):
+        train(3, tmp_path / "other", "sim")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_strategys_own_code_that_raises_before_the_run(tmp_path: Path) -> None:
+    class Picky(tt.AllReduce):
+        period: int
+
+        def __post_init__(self) -> None:
+            if self.period > 5:
+                raise ValueError("too long")
+
+    with pytest.raises(BadInput, match=r"Picky's constructor raised ValueError: too long \(.*test_own_strategies.py:"):
+        train(Picky, tmp_path / "run", "sim", period=9)
+    with pytest.raises(BadInput, match="Picky has no default for period; give it with --set period="):
+        train(Picky, tmp_path / "run", "sim")
+
+
+# -- names, files, entry points ---------------------------------------------------------------------------------------
+def test_the_table_is_what_it_was() -> None:
+    assert list(registered()) == list(STRATEGIES) == ["allreduce", "bsp", "ssp", "backup", "downpour"]
+    for name, kind in STRATEGIES.items():
+        for given in (name, kind, kind()):
+            found = resolve_strategy(given)
+            assert found.kind is kind and found.source == name
+    with pytest.raises(UnknownName, match="no strategy named 'alreduce'; did you mean 'allreduce'"):
+        resolve_strategy("alreduce")
+
+
+def test_a_file_with_one_class_needs_no_name(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    (found, named) = (resolve_strategy(f"{file}{name}") for name in ("", ":Mine"))
+    assert found.kind is named.kind and found.source == named.source == f"{file}:Mine"
+    assert resolve_strategy(found.kind(period=2)).source == f"{file}:Mine"
+    assert found.kind.summary == "Sums as allreduce does."
+    assert found.make({"period": "5"}) == found.kind(period=5)
+    with pytest.raises(UnknownName, match="no option of Mine named 'perod'; did you mean 'period'"):
+        found.make({"perod": "5"})
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "said"),
+    [
+        ("x = 1", "", "mine.py holds no subclass of tt.Strategy; write one"),
+        (FILE + "class Other(Mine): pass", "", r"mine.py holds 2 strategies \(Mine, Other\); say which: mine.py:NAME"),
+        (FILE, ":Mein", "no strategy in .*mine.py named 'Mein'; did you mean 'Mine'"),
+        (FILE, ":checked", "checked in .*mine.py is no subclass of tt.Strategy; .* is a function"),
+        ("raise ValueError('no')", "", r"mine.py cannot be loaded: ValueError: no \(.*mine.py:1\)"),
+        ("import torrential as tt\ntt.train('digits')", "", "mine.py:2: mine.py trains when it is imported"),
+        (FILE.replace("period", "timeout"), "", "mine.py:.*: Mine has an option 'timeout', which is a name of the w"),
+    ],
+)
+def test_files_that_cannot_be_used(text: str, name: str, said: str, tmp_path: Path, refused: Refused) -> None:  # noqa: F811
+    file = write(tmp_path, text)
+    with pytest.raises(BadInput, match=said):
+        resolve_strategy(f"{file}{name}")
+    assert "mine.py" in refused("train", "digits", "--strategy", f"{file}{name}", "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_with_task_and_strategy_is_run_once(tmp_path: Path) -> None:
+    text = FILE + "\nwith open(__file__ + '.log', 'a') as log:\n    log.write('.')\n"
+    file = write(tmp_path, text + "task = tt.load_task('digits-mlp')\n")
+    for _ in range(2):
+        tt.load_task(str(file))
+        resolve_strategy(str(file))
+    assert Path(f"{file}.log").read_text() == "."
+
+
+@pytest.mark.parametrize("world", WORLD)
+def test_a_file_from_the_command_line(world: str, tmp_path: Path, run_cli: Any) -> None:
+    file, more = write(tmp_path), ["--world", "sim"] if world == "sim" else []
+    args = ("train", "digits-mlp", "--strategy", file, "--set", "period=5", "--workers", 2, "--steps", 3, *more)
+    done = run_cli(*args, "--device", "cpu", "--out", tmp_path / "run", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["strategy"] == "mine.py:Mine" and "mine.py:Mine, 2 workers" in done.stderr
+    assert recorded(tmp_path / "run")["strategy"] == f"{file}:Mine"
+    assert recorded(tmp_path / "run")["options"]["period"] == 5
+
+
+def test_a_file_whose_program_fails_in_a_worker(tmp_path: Path, run_cli: Any) -> None:
+    file = write(tmp_path)
+    args = ("train", "digits-mlp", "--strategy", file, "--set", "period=13", "--device", "cpu")
+    message = one_message(run_cli(*args, "--out", tmp_path / "run"), 1)
+    line = FILE[: FILE.index("raise ValueError")].count("\n") + 1
+    assert f"worker 0 failed at step 1: ValueError: an unlucky period ({file}:{line})" in message
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package with three entry points, of which one is whole."""
+    write(tmp_path, FILE, "own_package.py")
+    info = tmp_path / "own_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[torrential.strategies]\nmine = own_package:Mine\nbroken = own_package:Nothing\nodd = own_package:BAD\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("world", WORLD)
+def test_an_entry_point(world: str, package: Path) -> None:
+    found = resolve_strategy("mine")
+    assert (found.kind.__module__, found.source) == ("own_package", "mine")
+    run = train("mine", package / "run", world, period=4)
+    assert recorded(run.out)["strategy"] == "mine" and recorded(run.out)["options"]["period"] == 4
+    assert resolve_strategy(found.kind(period=9)).source == "mine"
+
+
+def test_a_broken_entry_point_is_named_when_it_is_asked_for(package: Path, refused: Refused) -> None:  # noqa: F811
+    assert list(registered()) == ["mine", "broken", "odd", *STRATEGIES]
+    about = "the strategy broken of the package own-package (own_package:Nothing) cannot be loaded: AttributeError: "
+    assert about in refused("train", "digits", "--strategy", "broken")
+    assert "odd of the package own-package (own_package:BAD) is no subclass" in refused("strategies", "odd")
+
+
+def test_they_are_listed_and_explained(package: Path, main_here: Any) -> None:  # noqa: F811
+    assert "mine           of the package own-package\n" in main_here("strategies").out
+    for name in ("mine", write(package)):
+        shown = main_here("strategies", name).out
+        assert shown.startswith("Sums as allreduce does.\n\nAnd looks at its period.\n")
+        own = shown.partition("Of Mine alone.\n")[2].partition("\n\n")[0]
+        assert own.splitlines()[:2] == ["  period=3", "      How many steps a period has."]
+        assert "accumulate=1" in own and own.count("=") == 4 and "One worker with accumulate=k" in own
+
+
+# -- options have one owner -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("field", "owner"),
+    [
+        ("timeout", "the worlds local and sim"),
+        ("transport", "the world local"),
+        ("gradients", "the world sim"),
+        ("warmup", "the recipe"),
+        ("lr", "the run"),
+        ("name", "Strategy"),
+        ("worker", "Strategy"),
+    ],
+)
+def test_a_field_that_is_somebody_elses_is_refused_with_the_class(field: str, owner: str) -> None:
+    with pytest.raises(BadInput) as error:
+        msgspec.defstruct("Mine", [(field, int, 1)], bases=(tt.AllReduce,))
+    assert str(error.value) == (
+        f"Mine has an option {field!r}, which is a name of {owner} already; give it another name"
+    )
+
+
+def test_no_two_owners_have_an_option_in_common() -> None:
+    own = [name for kind in STRATEGIES.values() for name in kind.__struct_fields__]
+    assert [name for name in own if owner_of(name) is not None] == []
+    recipe = {*config.Recipe.__struct_fields__}
+    for kind in WORLDS.values():
+        assert not (recipe | RUN) & {*kind.__struct_fields__}
+    assert not recipe & RUN
+    shared = {*config.Settings.__struct_fields__}
+    assert {*LocalSettings.__struct_fields__} & {*SimSettings.__struct_fields__} == shared | {"algorithm"}
+    (algorithm,) = (option for option in explain(SimSettings) if option.name == "algorithm")
+    assert algorithm.choices == ["auto", *ALGORITHMS]
+
+
+def test_the_arguments_of_a_run_and_a_study_are_nobodys_options() -> None:
+    import inspect
+
+    given = {name for function in (tt.train, tt.compare) for name in inspect.signature(function).parameters}
+    assert given - {"options"} == RUN
+
+
+@pytest.mark.parametrize(
+    ("world", "option", "said"),
+    [
+        ("sim", "transport=tcp", "transport is for real processes; leave it out, or use --world local"),
+        ("sim", "restart=true", "restart is for real processes"),
+        ("sim", "hosts=2", "hosts is for real processes"),
+        ("sim", "algorithm=shared", "algorithm must be auto, naive, direct, ring, halving, blocks or tree (given: 'sh"),
+        ("local", "gradients=off", "gradients needs a simulation; add --world sim"),
+        ("local", "processes=1", "processes needs a simulation"),
+        ("local", "trace=true", "trace needs a simulation"),
+    ],
+)
+def test_a_world_refuses_the_other_ones_options(world: str, option: str, said: str, refused: Refused) -> None:  # noqa: F811
+    assert said in refused("train", "digits", "--workers", 2, "--world", world, "--set", option)
+
+
+# -- resumed ----------------------------------------------------------------------------------------------------------
+def cut_off(run: tt.TrainResult, step: int) -> Path:
+    """The run as if it had been killed after the checkpoint of a step."""
+    for checkpoint in (run.out / "checkpoints").glob("step-*"):
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+    kept = [r for r in run.history if not isinstance(r, records.Summary) and (r.step is None or r.step <= step)]
+    (run.out / RECORDS).write_bytes(b"".join(records.encode(r) + b"\n" for r in kept))
+    return run.out
+
+
+def test_a_run_of_a_file_goes_on(tmp_path: Path, run_cli: Any) -> None:
+    file = write(tmp_path)
+    whole = train(str(file), tmp_path / "run", "sim", period=5, evaluate_every=2, steps=6)
+    run = cut_off(whole, 2)
+    done = run_cli("train", "--resume", run, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["steps"], told["value"]) == (6, whole.summary.value)
+
+
+def test_a_run_of_a_program_goes_on_there_and_says_so_elsewhere(tmp_path: Path, refused: Refused) -> None:  # noqa: F811
+    kind = own_class()
+    whole = train(kind(period=7), tmp_path / "run", "sim", evaluate_every=2, steps=6)
+    run = cut_off(whole, 2)
+    said = f"the strategy of {run} was made in a program ({__name__}:own_class.<locals>.Local); go on there with "
+    assert said + f"tt.train(task, own_class.<locals>.Local(...), resume='{run}')" in refused("train", "--resume", run)
+    with pytest.raises(BadInput, match="was made in a program"):
+        tt.train("digits-mlp", resume=run, progress=False)
+    with pytest.raises(BadInput, match=r"the options of .*Local have changed"):
+        tt.train("digits-mlp", kind(period=8), resume=run, progress=False)
+    with pytest.raises(BadInput, match=r"the strategy of .* has changed \(.*Local then, ssp now\)"):
+        tt.train("digits-mlp", "ssp", resume=run, progress=False)
+    resumed = tt.train("digits-mlp", kind(period=7), resume=run, progress=False)
+    assert (resumed.summary.steps, resumed.summary.value) == (6, whole.summary.value)
+
+
+def test_resuming_runs_no_strategys_file_that_others_may_have_chosen(tmp_path: Path, refused: Refused) -> None:  # noqa: F811
+    file = write(tmp_path, FILE + "\nimport pathlib\npathlib.Path(__file__ + '.run').touch()\n")
+    run = cut_off(train(str(file), tmp_path / "run", "sim", evaluate_every=2), 2)
+    os.remove(f"{file}.run")
+    for path in (file, run / MANIFEST, run):
+        mode = path.stat().st_mode
+        path.chmod(mode | 0o002)
+        message = refused("train", "digits-mlp", "--resume", run)
+        path.chmod(mode)
+        assert f"everybody can write to {path} (mode: " in message
+        assert f"name it yourself: torrential train --resume {run} --strategy FILE" in message
+    assert not Path(f"{file}.run").exists()
+
+
+# -- studies ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [
+        ("ssp,mine.py", [("ssp", {}), ("mine.py", {})]),
+        ("a/mine.py:Mine,ssp:staleness=3", [("a/mine.py:Mine", {}), ("ssp", {"staleness": "3"})]),
+        ("mine.py:Mine:period=3+lr=0.1,x.py", [("mine.py:Mine", {"period": "3", "lr": "0.1"}), ("x.py", {})]),
+        ("x.py:period=2,y=3", [("x.py", {"period": "2", "y": "3"})]),
+        ("mine.py:slow=random:10:50,bsp", [("mine.py", {"slow": "random:10:50"}), ("bsp", {})]),
+    ],
+)  # fmt: skip
+def test_entries_with_files(text: str, entries: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert split_entries([text]) == entries
+    monkeypatch.chdir("/tmp")
+    there = [(f"/tmp/{name}" if ".py" in name else name, options) for name, options in entries]
+    assert split_entries([absolute_entries(text)]) == there
+
+
+def test_what_strategies_are_called() -> None:
+    names = {"ssp": "ssp", "/a/b/mine.py:Mine": "mine.py:Mine", "/a/mine.py": "mine.py", "__main__:Mine": "Mine"}
+    assert {name: label_of(name) for name in names} == names
+
+
+def study(out: Path, strategies: list[Any], **options: Any) -> tt.Comparison:
+    given: dict[str, Any] = {"target": 0.5, "trials": 3, "workers": 2, "device": "cpu", "epochs": 1, "progress": False}
+    return tt.compare("digits-mlp", strategies, out=out, **given | options)
+
+
+def test_a_study_of_all_kinds_of_strategies(tmp_path: Path) -> None:
+    kind, file = own_class(), write(tmp_path)
+    cluster = tt.Cluster(name="quick", **CLUSTER)  # type: ignore[arg-type]
+    entries = [tt.AllReduce(), tt.Downpour(push_every=4), kind(period=7, rates=(0.5, 0.25)), f"{file}:Mine:period=2"]
+    told = study(tmp_path / "study", [*entries, "ssp"], cluster=cluster)
+    names = ["allreduce", "downpour:push_every=4", "own_class.<locals>.Local:period=7+rates=[0.5, 0.25]"]
+    assert [entry.name for entry in told.entries] == [*names, "mine.py:Mine:period=2", "ssp"]
+    allreduce, downpour, *_, ssp = told.entries
+    assert (allreduce.trials, allreduce.servers, ssp.servers, allreduce.workers) == (3, 0, 1, 2)
+    assert downpour.options == {"push_every": 4} and allreduce.options == {}
+    for entry in told.entries:
+        assert len(entry.times) == 3 and entry.least <= entry.median <= entry.most
+        assert entry.reached == sum(time < float("inf") for time in entry.times)
+    assert len(told.pairs) == 10 and all(0 <= pair.p <= 1 and not pair.differs for pair in told.pairs)
+    assert told.soonest is None and str(told) == told.sentence and told.sentence.startswith("undecided: ")
+    assert (told.metric, told.target, told.result, told.directory) == ("accuracy", 0.5, True, tmp_path / "study")
+    page = tt.report(told.directory)
+    assert page == told.directory / "report.html" and "mine.py:Mine" in page.read_text()
+    assert (told.directory / "trials.csv").read_text().count("\n") == 16
+
+
+def test_a_study_that_is_decided(tmp_path: Path) -> None:
+    given = [tt.AllReduce(), "allreduce:lr=1e-9"]
+    told = study(tmp_path / "study", given, cluster=CLUSTER, trials=4)
+    quick, slow = told.entries
+    assert (quick.reached, slow.reached, told.soonest) == (4, 0, "allreduce")
+    (pair,) = told.pairs
+    assert pair.differs and (pair.first, pair.second) == ("allreduce", "allreduce:lr=1e-9")
+
+
+def test_a_study_of_a_program_goes_on_there(tmp_path: Path, refused: Refused) -> None:  # noqa: F811
+    out, kind = tmp_path / "study", own_class()
+    first = study(out, [tt.AllReduce(), kind(period=7)], cluster=CLUSTER, trials=1)
+    assert not first.result and first.sentence == "not a result: 1 trial each, and at least 3 are needed"
+    before = {path: path.read_bytes() for path in out.rglob(RECORDS)}
+    assert len(before) == 2
+    again = study(out, [tt.AllReduce(), kind(period=7)], cluster=CLUSTER, trials=1)
+    assert {path: path.read_bytes() for path in out.rglob(RECORDS)} == before and again == first
+    said = refused("compare", "--resume", out)
+    assert f"was made in a program; go on there with the same tt.compare(..., out='{out}')" in said
+    with pytest.raises(BadInput, match="holds another study"):
+        study(out, [tt.AllReduce(), kind(period=8)], cluster=CLUSTER, trials=1)
+
+
+def test_a_study_of_objects_goes_on_from_the_command_line(tmp_path: Path, run_cli: Any) -> None:
+    out, file = tmp_path / "study", write(tmp_path)
+    cluster = write(tmp_path, "[compute]\nseconds_per_sample = 0.001\n", "quick.toml")
+    mine = resolve_strategy(str(file)).kind
+    study(out, [tt.Downpour(push_every=2), mine(period=4)], cluster=str(cluster), trials=1)
+    assert read_question(out).asked.strategies[1].strategy == f"{file}:Mine"  # type: ignore[union-attr]
+    shutil.rmtree(out / "runs" / "mine.py-Mine-period=4-1")
+    done = run_cli("compare", "--resume", out, "--json")
+    assert done.returncode == 0, done.stderr
+    assert "1 of 2 runs are there already" in done.stderr
+    file.write_text(FILE + "\n")
+    assert "strategy's" in run_cli("compare", "--resume", out).stderr
+
+
+def test_a_study_on_processes(tmp_path: Path, run_cli: Any) -> None:
+    file = write(tmp_path)
+    args = ("compare", "digits-mlp", "--strategies", f"allreduce,{file}:Mine:period=2", "--target", 0.5, "--trials", 1)
+    done = run_cli(*args, "--device", "cpu", "--steps", 4, "--out", tmp_path / "study", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [entry["name"] for entry in json.loads(done.stdout)["entries"]] == ["allreduce", "mine.py:Mine:period=2"]
+    run = tmp_path / "study" / "runs" / "mine.py-Mine-period=2-1"
+    assert recorded(run)["strategy"] == f"{file}:Mine"
+
+
+def test_a_report_runs_no_file_of_a_strategy(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    for seed in (0, 1):
+        train(str(file), tmp_path / "runs" / str(seed), "sim", period=2, seed=seed)
+    file.unlink()
+    text = tt.report(tmp_path / "runs").read_text()
+    assert "mine.py:Mine:period=2" in text and str(file) in text
+
+
+def test_a_program_with_its_own_strategy(tmp_path: Path) -> None:
+    """As a user runs it: the class is the program's own, and workers are processes."""
+    program = FILE.replace("import torrential as tt", "import torrential as tt, json") + (
+        "\nif __name__ == '__main__':\n"
+        "    done = tt.train('digits-mlp', Mine(period=2), workers=2, steps=2, device='cpu', progress=False)\n"
+        "    print(json.dumps([done.summary.strategy, done.summary.steps]))\n"
+    )
+    file = write(tmp_path, program, "program.py")
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, cwd=tmp_path, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["Mine", 2]

@@ -1,0 +1,182 @@
+"""The directory of a run: made for a new one, or gone on with; locked from here until the run ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from torrential import checkpoint as checkpoints
+from torrential import records
+from torrential.config import RunConfig
+from torrential.errors import BadInput
+from torrential.locks import lock_directory
+from torrential.records import Evaluation, Summary
+from torrential.resolve import Request, choose_device, resolve
+from torrential.strategies.base import Strategy
+from torrential.strategies.registry import Given, is_loadable, plain_options, resolve_strategy
+from torrential.task import Task, build_model, with_validation
+from torrential.tasks import load_task
+from torrential.terminal import standard_error
+from torrential.userfiles import check_own, split_spec
+from torrential.version import __version__
+from torrential.worlds.base import Job
+
+_held: dict[Path, int] = {}  # directories of runs under way in this process, locked
+
+
+# -- a new run --------------------------------------------------------------------------------------------------------
+def open_run(asked: Request, out: Path | None) -> Job:
+    """A run that was checked, in a directory of its own: `out`, or a fresh one."""
+    run = resolve(asked)
+    versions, hardware = records.describe_machine()
+    manifest = records.Manifest(
+        torrential=__version__,
+        config=msgspec.to_builtins(run.config),
+        versions=versions,
+        hardware=hardware,
+        seed=asked.seed,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=sys.argv,
+    )
+    directory = out or records.fresh_directory(f"{Path(run.task.name).stem}-{type(run.strategy).name}")
+    _begin(directory, manifest)
+    return Job(run.config, run.task, run.strategy, directory, changes=run.changes, warnings=run.warnings)
+
+
+def _begin(directory: Path, manifest: records.Manifest) -> None:
+    """Make the directory this run's own: of all that want to begin in it at once, one can."""
+    records.make_directory(directory)
+    _lock(directory)
+    try:
+        records.check_new_directory(directory)
+        records.write_manifest(directory, manifest)
+    except BaseException:
+        unlock(directory)
+        raise
+
+
+def _lock(directory: Path) -> None:
+    """Until `unlock`, or the end of this process."""
+    _held[directory] = lock_directory(directory, "run")
+
+
+def unlock(directory: Path) -> None:
+    if directory in _held:
+        os.close(_held.pop(directory))
+
+
+# -- one to go on with ------------------------------------------------------------------------------------------------
+def resume_run(directory: Path, task: Task | None = None, strategy: Given | None = None) -> Job:
+    """A run that goes on from its last good checkpoint. A task or a strategy that is not given is loaded again."""
+    manifest = records.read_manifest(directory)
+    _lock(directory)
+    try:
+        return _resumed(directory, manifest, task, strategy)
+    except BaseException:
+        unlock(directory)
+        raise
+
+
+def _resumed(directory: Path, manifest: records.Manifest, task: Task | None, given: Given | None) -> Job:
+    config = _read_config(directory, manifest)
+    choose_device(config.device)  # which may not be here
+    if task is None:
+        task = _load_task(directory, config)
+    strategy = _same_strategy(directory, config, given)
+    task = replace(
+        with_validation(task, config.seed),
+        batch_size=config.batch_size,
+        epochs=config.epochs,
+        optimizer=task.optimizer.with_lr(config.lr),
+    )
+    path = directory / records.RECORDS
+    if path.exists() and any(isinstance(r, Summary) for r in records.read_records(path)):
+        raise BadInput(f"the run in {directory} is finished; start another one, or look at it there")
+    checkpoint, skipped = checkpoints.latest(directory / "checkpoints")
+    _check_same(directory, config, task, checkpoint)
+    for why in skipped:
+        standard_error().print(f"skipped a damaged checkpoint: {why}", markup=False, highlight=False, soft_wrap=True)
+    kept = records.trim_records(path, checkpoint.step if checkpoint else 0)
+    if checkpoint is None:
+        kept = []
+        path.unlink(missing_ok=True)
+    evaluations = [r for r in kept if isinstance(r, Evaluation)]
+    if checkpoint and any(task.reaches(config.target, e.value) for e in evaluations):
+        config = msgspec.structs.replace(config, steps=checkpoint.step)  # only the last word is missing
+    return Job(
+        config,
+        task,
+        strategy,
+        directory,
+        checkpoint,
+        elapsed=max((r.time for r in kept if not isinstance(r, Summary)), default=0.0),
+        evaluated={(e.split, e.step): e.time for e in evaluations},
+    )
+
+
+def _read_config(directory: Path, manifest: records.Manifest) -> RunConfig:
+    try:
+        return msgspec.convert(manifest.config, RunConfig)
+    except msgspec.ValidationError as error:
+        path = directory / records.MANIFEST
+        raise BadInput(f"{path} is damaged ({error}); take it from a copy, or start a new run") from error
+
+
+def _load_task(directory: Path, config: RunConfig) -> Task:
+    if config.source is None:
+        raise BadInput(f"the task of {directory} was made in a program; go on with tt.train(task, resume=...)")
+    remedy = f"look at that file, then name the task yourself: torrential train TASK --resume {directory}"
+    check_own(directory / records.MANIFEST, config.source, remedy)
+    return load_task(config.source)
+
+
+def _same_strategy(directory: Path, config: RunConfig, given: Given | None) -> Strategy:
+    """The strategy that the run was begun with: loaded again, or given by the program that made it."""
+    if given is None:
+        given = _source_of_strategy(directory, config)
+    found = resolve_strategy(given)
+    then, now = (source.rpartition(":")[2] for source in (config.strategy, found.source))  # files may have moved
+    if then != now:
+        raise BadInput(f"the strategy of {directory} has changed ({then} then, {now} now); start another run")
+    if not isinstance(given, Strategy):
+        return found.make(config.options)
+    if (options := plain_options(given)) != config.options:
+        raise BadInput(f"the options of {now} have changed ({config.options} then, {options} now); start another run")
+    return given
+
+
+def _source_of_strategy(directory: Path, config: RunConfig) -> str:
+    """What to load the run's strategy from, unless that is not there or not the caller's own."""
+    if not is_loadable(config.strategy):
+        kind = config.strategy.rpartition(":")[2]
+        raise BadInput(
+            f"the strategy of {directory} was made in a program ({config.strategy}); go on there with "
+            f"tt.train(task, {kind}(...), resume={str(directory)!r})"
+        )
+    if split_spec(config.strategy)[0]:
+        remedy = f"look at that file, then name it yourself: torrential train --resume {directory} --strategy FILE"
+        check_own(directory / records.MANIFEST, config.strategy, remedy)
+    return config.strategy
+
+
+def _check_same(directory: Path, config: RunConfig, task: Task, checkpoint: checkpoints.Checkpoint | None) -> None:
+    """A run goes on only with the task it was begun with."""
+    samples = len(task.train)  # type: ignore[arg-type]
+    if samples != config.samples:
+        raise BadInput(
+            f"the task of {directory} has changed (training samples: {config.samples} then, {samples} now); "
+            "start another run"
+        )
+    if task.optimizer.describe() != config.optimizer:
+        raise BadInput(f"the task's optimizer has changed ({config.optimizer} then, {task.optimizer.describe()} now)")
+    if checkpoint is not None:
+        now = {name: tuple(tensor.shape) for name, tensor in build_model(task).state_dict().items()}
+        then = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
+        if now != then:
+            odd = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+            raise BadInput(f"the task's model has changed since {directory} (at: {odd[0]}); start another run")

@@ -1,0 +1,344 @@
+"""From what the user asked for to a run that is known to fit together: everything that can be checked before it starts.
+
+Reads the task, the strategy's class, cluster files and this machine; writes nothing and makes no directory.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torrential.comm import futex
+from torrential.config import WORLDS, LocalSettings, Recipe, RunConfig, SimSettings
+from torrential.data.resize import Resize
+from torrential.descriptors import check_descriptors
+from torrential.errors import BadInput, UnknownName
+from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe, without_effect
+from torrential.optim.schedule import schedule_of
+from torrential.options import make
+from torrential.strategies.base import Strategy, needs_servers
+from torrential.strategies.registry import Given, Resolved, plain_options, resolve_strategy
+from torrential.task import OptimizerSpec, Task, with_validation
+from torrential.trainer.optimizer import check_optimizer
+from torrential.trainer.slow import Slow
+from torrential.tryout import Sample, try_once, try_resized
+from torrential.usercode import calling
+from torrential.userfiles import absolute_spec
+from torrential.worlds.sim.cluster import Cluster, make_cluster, read_cluster
+
+AnySettings = LocalSettings | SimSettings
+NEEDS = {  # what to say of an option of one world that is given in another
+    "local": "is for real processes; leave it out, or use --world local",
+    "sim": "needs a simulation; add --world sim",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for, not yet checked."""
+
+    task: Task
+    source: str | None = None  # how to load it again: a built-in name or file.py[:name]
+    strategy: Given = "allreduce"
+    options: dict[str, Any]
+    workers: int = 1
+    servers: int | None = None  # what the strategy needs
+    epochs: int | None = None
+    steps: int | None = None
+    target: float | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    seed: int = 0
+    device: str = "auto"
+    world: str = "local"
+    cluster: str | dict[str, Any] | Cluster | None = None  # to simulate: a file, the name of a shipped one, or a table
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run that can be started: all of its parts are there and fit together."""
+
+    config: RunConfig
+    task: Task
+    strategy: Strategy
+    changes: str  # what the recipe changes, in one line
+    warnings: list[str]  # what is likely a mistake, a line each
+
+
+def resolve(asked: Request) -> ResolvedRun:
+    """Check everything that can be checked before a process is started."""
+    found = resolve_strategy(asked.strategy)
+    strategy, settings, recipe = split_options(asked, found)
+    task = _task(asked, strategy)
+    _check_numbers(asked, task)
+    model, sample = try_once(task)
+    device = choose_device(asked.device)
+    servers = _servers(asked, strategy, settings, model)
+    if isinstance(settings, LocalSettings):
+        settings = _check_local(asked, settings, servers, device)
+        cluster = None
+    else:
+        cluster = _check_simulation(asked, settings, servers, device)
+    Slow.parse(settings.slow, asked.workers)
+    with calling("samples of a step", whose=found.kind.name):
+        joined = strategy.joined(asked.workers, task.batch_size)
+    config = RunConfig(
+        task=task.name,
+        source=None if asked.source is None else absolute_spec(asked.source),
+        strategy=found.source,
+        options=plain_options(strategy),
+        world=asked.world,
+        workers=asked.workers,
+        servers=servers,
+        epochs=task.epochs,
+        steps=asked.steps,
+        target=task.target,
+        samples=len(task.train),  # type: ignore[arg-type]
+        batch_size=task.batch_size,
+        lr=task.optimizer.lr,
+        optimizer=task.optimizer.describe(),
+        seed=asked.seed,
+        device=device,
+        settings=settings,
+        recipe=recipe,
+        cluster=cluster,
+        base_batch=recipe.base_batch or asked.task.batch_size,
+        samples_per_step=joined,
+    )
+    changes, warnings = _check_recipe(config, strategy, task, model, sample, asked)
+    return ResolvedRun(config, task, strategy, changes, warnings)
+
+
+def _task(asked: Request, strategy: Strategy) -> Task:
+    """The task with what was asked for in the place of its own figures."""
+    task = with_validation(asked.task, asked.seed)
+    with calling("optimizer", whose=type(strategy).name):
+        rate = strategy.optimizer(task.optimizer).lr if asked.lr is None else asked.lr
+    return replace(
+        task,
+        batch_size=task.batch_size if asked.batch_size is None else asked.batch_size,
+        epochs=task.epochs if asked.epochs is None else asked.epochs,
+        optimizer=task.optimizer.with_lr(rate),
+        target=task.target if asked.target is None else asked.target,
+    )
+
+
+def _check_numbers(asked: Request, task: Task) -> None:
+    for name, value in (("workers", asked.workers), ("steps", asked.steps)):
+        if value is not None and value < 1:
+            raise BadInput(f"--{name} must be at least 1 (given: {value})")
+    if task.target is not None and task.metric_name == "accuracy" and not 0 <= task.target <= 1:
+        raise BadInput(f"an accuracy is between 0 and 1 (target: {task.target}); try --target 0.97")
+    samples = len(task.train)  # type: ignore[arg-type]
+    if asked.workers > samples:
+        raise BadInput(
+            f"more workers than training samples (workers: {asked.workers}, samples: {samples}); "
+            f"use --workers {samples}"
+        )
+
+
+def choose_device(asked: str) -> str:
+    if asked not in ("auto", "cpu", "cuda"):
+        raise BadInput(f"no device {asked!r}; use auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        raise BadInput("--device cuda: this machine has no usable GPU; use --device cpu")
+    return "cuda" if available and asked != "cpu" else "cpu"
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+def split_options(asked: Request, found: Resolved) -> tuple[Strategy, AnySettings, Recipe]:
+    """Options after --set belong to the strategy, the world or the recipe; each name to one of them."""
+    if asked.world not in WORLDS:
+        raise UnknownName("world", asked.world, WORLDS)
+    owners = {"strategy": found.kind, "world": WORLDS[asked.world], "recipe": Recipe}
+    parts: dict[str, dict[str, Any]] = {owner: {} for owner in owners}
+    for option, value in asked.options.items():
+        owner = next((name for name, kind in owners.items() if option in kind.__struct_fields__), None)
+        if owner is None:
+            raise _nobodys(option, asked.world, [name for kind in owners.values() for name in kind.__struct_fields__])
+        parts[owner][option] = value
+    if not isinstance(asked.strategy, Strategy):
+        strategy = found.make(parts["strategy"])
+    elif parts["strategy"]:
+        wrong = next(iter(parts["strategy"]))
+        raise BadInput(f"{wrong} is an option of the strategy, which was given as an object; set it there")
+    else:
+        strategy = asked.strategy
+    settings: AnySettings = make(WORLDS[asked.world], parts["world"])
+    if isinstance(settings, LocalSettings):
+        settings = _with_transport(settings)
+    return strategy, settings, make_recipe(parts["recipe"])
+
+
+def _nobodys(option: str, world: str, known: list[str]) -> BadInput:
+    """The error of an option that neither the strategy nor this world nor the recipe has."""
+    for other, kind in WORLDS.items():
+        if other != world and option in kind.__struct_fields__:
+            return BadInput(f"{option} {NEEDS[other]}")
+    return UnknownName("option", option, known)
+
+
+def _with_transport(settings: LocalSettings) -> LocalSettings:
+    """The settings with a transport that the algorithm can use."""
+    by_messages = settings.algorithm not in ("auto", "shared", "native", "nccl")
+    if settings.transport == "shared" and (by_messages or not futex.supported()):
+        settings = msgspec.structs.replace(settings, transport="unix")  # flags in memory need x86-64 on Linux
+    if settings.algorithm == "hierarchical" and not futex.supported():
+        raise BadInput("algorithm=hierarchical needs shared memory, which needs Linux on x86-64; use algorithm=ring")
+    if settings.hosts > 1 and settings.algorithm != "hierarchical":
+        raise BadInput(f"hosts={settings.hosts} needs algorithm=hierarchical (given: {settings.algorithm})")
+    if settings.algorithm == "shared" and settings.transport != "shared":
+        raise BadInput(
+            f"algorithm=shared needs transport=shared (given: transport={settings.transport}); use algorithm=direct"
+        )
+    return settings
+
+
+# -- worlds -----------------------------------------------------------------------------------------------------------
+def _check_local(asked: Request, settings: LocalSettings, servers: int, device: str) -> LocalSettings:
+    """Whether this machine can run it; the settings as they are carried out."""
+    if asked.cluster is not None:
+        raise BadInput("--cluster is what is simulated; add --world sim, or leave it out")
+    if settings.hosts > asked.workers:
+        raise BadInput(f"more hosts than workers (hosts: {settings.hosts}, workers: {asked.workers}); use fewer hosts")
+    check_descriptors(asked.workers + servers)
+    return _check_native(settings, device, asked.workers)
+
+
+def _check_native(settings: LocalSettings, device: str, workers: int) -> LocalSettings:
+    """What torch.distributed does needs its libraries, and NCCL a GPU for each worker. From here on nccl is native."""
+    if settings.algorithm not in ("native", "nccl"):
+        return settings
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    own_gpus = device == "cuda" and workers <= gpus
+    if settings.algorithm == "nccl" and not own_gpus:
+        here = f"GPUs here: {gpus}" if device == "cuda" or not gpus else f"given: --device {device}"
+        raise BadInput(f"NCCL needs a GPU for each worker ({here}); use --set algorithm=native or auto")
+    library, built = ("NCCL", dist.is_nccl_available()) if own_gpus else ("Gloo", dist.is_gloo_available())
+    if not built:
+        raise BadInput(
+            f"algorithm={settings.algorithm} needs {library}, which this torch was built without; "
+            "use --set algorithm=auto"
+        )
+    return msgspec.structs.replace(settings, algorithm="native")
+
+
+def _check_simulation(asked: Request, settings: SimSettings, servers: int, device: str) -> dict[str, Any]:
+    """What is simulated, as plain data."""
+    if settings.gradients == "off" and asked.target is not None:
+        raise BadInput(
+            f"nothing is learnt with gradients=off, so no target is reached (target: {asked.target:g}); drop one"
+        )
+    if settings.processes and (settings.gradients == "off" or device != "cpu"):
+        what = "gradients=off" if settings.gradients == "off" else f"device: {device}"
+        raise BadInput(f"processes compute gradients on this machine's cores ({what}); leave processes out")
+    cores = len(os.sched_getaffinity(0))
+    if settings.processes > cores:
+        best = f"use {cores - 1}, which leaves one for the simulation" if cores > 1 else "leave processes out"
+        raise BadInput(f"more processes than cores (processes: {settings.processes}, cores: {cores}); {best}")
+    table = cluster_table(asked.cluster)
+    make_cluster(table).check(asked.workers, servers)
+    return table
+
+
+def cluster_table(cluster: str | dict[str, Any] | Cluster | None) -> dict[str, Any]:
+    """What is simulated, as in a cluster file: that of a file, of a shipped one, or of an object."""
+    if isinstance(cluster, str):
+        return read_cluster(cluster)
+    if isinstance(cluster, Cluster):
+        table: dict[str, Any] = msgspec.to_builtins(cluster)
+        return table
+    return cluster or {}
+
+
+# -- servers and the recipe -------------------------------------------------------------------------------------------
+def _servers(asked: Request, strategy: Strategy, settings: AnySettings, model: nn.Module) -> int:
+    """How many there shall be."""
+    name = type(strategy).name
+    if asked.world not in strategy.worlds:
+        raise BadInput(f"{name} runs in --world {' or '.join(strategy.worlds)} only (given: {asked.world})")
+    with calling("roles", whose=name):
+        strategy.roles(asked.workers, 1)  # refuses what does not go together
+    if not needs_servers(strategy):
+        if asked.servers:
+            raise BadInput(f"{name} needs no servers (given: {asked.servers}); leave out --servers")
+        return 0
+    servers = 1 if asked.servers is None else asked.servers
+    trained = [p for p in model.parameters() if p.requires_grad]
+    numel = sum(p.numel() for p in trained)
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
+    if servers < 1:
+        raise BadInput(f"{name} needs a server (given: {servers}); use --servers 1")
+    if servers > numel:
+        raise BadInput(f"more servers than parameters (servers: {servers}, parameters: {numel})")
+    if settings.replicas is not None and settings.replicas >= servers:
+        raise BadInput(f"{settings.replicas} replicas do not fit {servers} servers; use --set replicas={servers - 1}")
+    if len(kinds) > 1:
+        raise BadInput(f"servers keep parameters of one type (the model has {', '.join(kinds)}); convert some of them")
+    if settings.algorithm != "auto":
+        raise BadInput(f"{name} sums nothing among workers; leave out algorithm={settings.algorithm}")
+    return servers
+
+
+def _check_recipe(
+    config: RunConfig, strategy: Strategy, task: Task, model: nn.Module, sample: Sample, asked: Request
+) -> tuple[str, list[str]]:
+    """Refuse what cannot work; say in one line what the recipe changes, and in others what is likely a mistake."""
+    recipe, joined = config.recipe, config.samples_per_step
+    _check_steps(config, strategy)
+    schedule = schedule_of(config, joined)
+    adapted = adapt_optimizer(recipe, task.optimizer, model)
+    replaced = _servers_optimizer(config, strategy, adapted, asked)
+    warnings = without_effect(recipe, asked.options, schedule, config.batch_size, model) + replaced
+    if recipe.layerwise == "lars" and asked.lr is None:
+        warnings.append(
+            f"LARS wants a much larger rate than SGD, 10 to 100 times (the task's: {config.lr:g}); "
+            f"try --lr {40 * config.lr:g}"
+        )
+    model = adapt_model(recipe, model)
+    check_optimizer(config, strategy, strategy.optimizer(adapt_optimizer(recipe, task.optimizer, model)), model)
+    if recipe.resize is not None:
+        try_resized(Resize.parse(recipe.resize), task, model, sample)
+    return describe(recipe, schedule, joined, model), warnings
+
+
+def _check_steps(config: RunConfig, strategy: Strategy) -> None:
+    """Whether the recipe suits the strategy, and the data suffices for a step."""
+    name, recipe, joined = type(strategy).name, config.recipe, config.samples_per_step
+    refused = {"resize": recipe.resize is not None, "grow": recipe.grow, "scaling=loss": recipe.scaling == "loss"}
+    if needs_servers(strategy) and any(refused.values()):
+        wrong = " and ".join(name for name, is_given in refused.items() if is_given)
+        raise BadInput(f"{name} does not know {wrong}; leave it out, or use --strategy allreduce")
+    if joined > config.samples:
+        fits = config.samples * config.batch_size // joined
+        several = [option for option in ("accumulate", "push_every") if option in strategy.__struct_fields__]
+        smaller = f" and a smaller {several[0]}" if several and not fits else ""
+        raise BadInput(
+            f"the joined batch is larger than the training set (samples a step: {joined}, samples: {config.samples}); "
+            f"use --batch-size {fits or 1}{smaller}"
+        )
+
+
+def _servers_optimizer(config: RunConfig, strategy: Strategy, adapted: OptimizerSpec, asked: Request) -> list[str]:
+    """A warning where the servers have an optimizer of their own in the place of the task's."""
+    name, layerwise = type(strategy).name, config.recipe.layerwise
+    kind = strategy.optimizer(adapted).kind
+    if kind is adapted.kind:
+        return []
+    if layerwise != "none":
+        raise BadInput(
+            f"layerwise={layerwise} would have no effect: servers of {name} have an optimizer of their own; "
+            "add --set server=task"
+        )
+    return [
+        f"the servers of {name} use {kind.__name__} at {config.lr:g} in the place of the task's "
+        f"{adapted.kind.__name__} at {asked.task.optimizer.lr:g}; --lr gives another rate, --set server=task keeps "
+        "the task's optimizer"
+    ]

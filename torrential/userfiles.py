@@ -1,0 +1,111 @@
+"""Python files of the user's that hold a task or a strategy: named as file.py[:name], imported, sent along by value.
+
+A file's directory goes to the front of sys.path, and what the file defines is pickled by value, so that it can be sent
+to processes that cannot import it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import pwd
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from torrential.errors import BadInput, TorrentialError
+from torrential.usercode import failed, loading, place_of
+
+FILE_MODULE = "torrential_file_"  # how the names of such modules begin
+_imported: dict[Path, tuple[tuple[int, int, int], ModuleType]] = {}  # with what told one version from another
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """The file and the name in it; two empty strings for what is registered under a name."""
+    file, colon, name = spec.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        file, name = spec, ""
+    return (file, name) if file.endswith(".py") else ("", "")
+
+
+def absolute_spec(spec: str) -> str:
+    """The same in any working directory."""
+    file, name = split_spec(spec)
+    return spec if not file else str(Path(file).absolute()) + (name and f":{name}")
+
+
+def import_file(file: str, what: str) -> tuple[ModuleType, Path]:
+    """The file as a module of a name that depends on its path alone, and that path. A file that holds both a task and a
+    strategy is imported once, unless it has changed in between."""
+    path = Path(file)
+    if not path.is_file():
+        raise BadInput(f"there is no file {file} (looked in {Path.cwd()}); give the path of a {what}'s file")
+    path = path.resolve()
+    status = path.stat()
+    version = (status.st_ino, status.st_mtime_ns, status.st_size)
+    before, module = _imported.get(path, (None, None))
+    if module is None or before != version or sys.modules.get(module.__name__) is not module:
+        module = _import(path)
+        _imported[path] = version, module
+    return module, path
+
+
+def _import(path: Path) -> ModuleType:
+    digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
+    spec = importlib.util.spec_from_file_location(f"{FILE_MODULE}{path.stem}_{digest}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    directory = str(path.parent)
+    sys.path[:] = [directory, *(entry for entry in sys.path if entry != directory)]
+    sys.modules[module.__name__] = module
+    try:
+        users_own(path, spec.loader.exec_module, module)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+    cloudpickle.register_pickle_by_value(module)
+    return module
+
+
+def users_own(path: Path, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls the user's code; if it raises, the user sees where in it, and nothing of ours."""
+    try:
+        with loading(path):
+            return function(*args)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, BadInput):
+            place = place_of(error)
+            raise BadInput(f"{place and f'{place}: '}{error}") from error
+        if isinstance(error, TorrentialError):
+            raise
+        raise failed(f"{path} cannot be loaded:", error) from error
+
+
+def check_own(record: Path, spec: str, remedy: str) -> None:
+    """Refuse to go on with what is recorded in a directory, unless it is the caller's own.
+
+    The record names a task or a strategy, and loading it may run a file. So nobody else may have written the record, or
+    be able to write to it, its directory, or the file; which may belong to root.
+    """
+    file = Path(split_spec(spec)[0])
+    for path in (record.parent, record, *([file] if file.is_file() else [])):
+        status = path.stat()
+        allowed = (os.geteuid(), 0) if path == file else (os.geteuid(),)
+        why = f"the Python file that {record.name} names would be run; {remedy}"
+        if status.st_uid not in allowed:
+            raise BadInput(f"{path} is not yours (owner: {_user(status.st_uid)}), and {why}")
+        if status.st_mode & stat.S_IWOTH:
+            raise BadInput(f"everybody can write to {path} (mode: {stat.S_IMODE(status.st_mode):o}), and {why}")
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:  # nobody has that number here
+        return str(number)
