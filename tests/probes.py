@@ -58,7 +58,7 @@ class TwoStages(Strategy, frozen=True, kw_only=True):
     summary: ClassVar[str] = "two stages, four microbatches"
 
     microbatches: int = 4
-    cut: int = 2
+    cut: int = 3
 
     def roles(self, workers: int, servers: int) -> Roles:
         return (Role("worker", 2, self.worker, "fail"),)

@@ -104,6 +104,10 @@ class Post:
         self._epoll.register(self._admission, select.EPOLLIN)
         self._epoll.register(self._news, select.EPOLLIN)
 
+    def understand(self, messages: Any) -> None:
+        """What letters may say, besides greetings. To be called before the first is received."""
+        self._decoder = reader_of(Greeting | messages)
+
     # -- what other threads may call --------------------------------------------------------------------------------
     def know(self, contacts: Mapping[int, Contact]) -> None:
         self._contacts = contacts

@@ -29,6 +29,7 @@ class Parameters(Protocol):
     layout: Layout
     counts: list[int]  # by entry: updates so far
     private: bool  # whether each member has a copy of its own
+    own: bool  # whether these are parameters that no other member has
 
     def settle(self) -> None:
         """Return when every member's part of the last step can be seen here."""

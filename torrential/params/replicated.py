@@ -34,7 +34,7 @@ from torrential.task import OptimizerSpec
 
 
 class ReplicatedParameters:
-    private = True
+    private, own = True, False
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class Unit:
 
 
 class SharedParameters:
-    private = False
+    private = own = False
 
     def __init__(self, comm: Comm, model: nn.Module, layout: Layout, spec: OptimizerSpec) -> None:
         self.comm, self.layout, self.spec = comm, layout, spec

@@ -164,9 +164,11 @@ class Rounds:
             state = unpack(shelf.numpy().tobytes())
             self._progress.step, epoch, cursor, self._progress.samples = state.pop("place").tolist()
             self._data.place(epoch, cursor)
-            parameters.counts[:] = state.pop("counts").tolist()
+            counts = state.pop("counts").tolist()
+            if not parameters.own:
+                parameters.counts[:] = counts
             if not self._dry:
-                self._take_over(state)
+                self._take_over(state, newcomer=self.applied < 0 <= standing.applied)
 
     def _everything(self) -> dict[str, Tensor]:
         """What a member needs that is behind."""
@@ -185,11 +187,11 @@ class Rounds:
             state |= {f"{kind}/{name}": t.detach().cpu().contiguous() for name, t in tensors.items()}
         return state
 
-    def _take_over(self, state: dict[str, Tensor]) -> None:
+    def _take_over(self, state: dict[str, Tensor], newcomer: bool) -> None:
         def named(kind: str) -> dict[str, Tensor]:
             return {n.removeprefix(f"{kind}/"): t for n, t in state.items() if n.startswith(f"{kind}/")}
 
-        if self.applied < 0:  # a newcomer; others have states of their own
+        if newcomer:  # others have states of their own
             for name, tensor in self._replica.frozen().items():
                 tensor.copy_(named("frozen")[name])
             self._state.load("own", named("own"))

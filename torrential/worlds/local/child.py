@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
 
 from torrential import descriptors, shipping
+from torrential.comm.letterbox import Parcel
 from torrential.comm.messenger import Messenger
 from torrential.comm.post import Post
 from torrential.comm.protocol import address_of
+from torrential.server.messages import Message
 from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
 from torrential.worlds.base import Job, going_on_from
@@ -56,6 +60,7 @@ def main(spawn: Spawn) -> int:
             else:
                 assert post is not None
                 role = _role(job, spawn.role)
+                post.understand(reduce(or_, job.strategy.letters, Message | Parcel))
                 worker, comm = _build(job, role, spawn, link, messenger, post)
                 link.send(m.Ready())
                 if role.name == "coordinator":
