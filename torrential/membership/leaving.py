@@ -9,6 +9,8 @@ When all workers have left nobody is there any more who could be waited for, so 
 
 from __future__ import annotations
 
+from itertools import chain
+
 from torrential.membership import messages as m
 from torrential.membership.generations import Generations
 from torrential.membership.observer import Observing
@@ -40,7 +42,7 @@ class Leaving:
     def dismiss_if_all_left(self) -> None:
         """Let everybody go if nothing is left to be done."""
         roll = self._roll
-        programs = [*roll.workers.values(), *roll.coordinators.values()]
+        programs = chain(roll.workers.values(), roll.coordinators.values())
         if self.dismissed or not roll.workers or not all(member.left for member in programs):
             return
         if self._generations.forming_since is not None or roll.is_starting("coordinator"):
