@@ -13,13 +13,13 @@ from itertools import chain
 
 from torrential.membership import messages as m
 from torrential.membership.generations import Generations
-from torrential.membership.observer import Observing
+from torrential.membership.observer import ObserverBacklog
 from torrential.membership.roll import Member, Roll
 from torrential.membership.views import Views
 
 
 class Leaving:
-    def __init__(self, roll: Roll, generations: Generations, views: Views, observing: Observing) -> None:
+    def __init__(self, roll: Roll, generations: Generations, views: Views, observing: ObserverBacklog) -> None:
         self._roll, self._generations, self._views, self._observing = roll, generations, views, observing
         self.finisher: Member | None = None  # who was asked for the last snapshot
         self.dismissed = False
