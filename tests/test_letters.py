@@ -1,6 +1,7 @@
 """Letters between roles: in order, by reference where memory is shared, and deaf to strangers. Then real processes."""
 
 import contextlib
+import dataclasses
 import os
 import queue
 import random
@@ -44,6 +45,8 @@ from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.link import Buffers
 from torrential.worlds.local.registry import Registry
 from torrential.worlds.local.supervisor import LocalWorld
+from torrential.worlds.sim.cluster import make_cluster
+from torrential.worlds.sim.world import SimWorld
 
 KINDS = ("shared", "unix", "tcp")
 TOKEN = secrets.token_bytes(wire.TOKEN_BYTES)
@@ -506,6 +509,28 @@ class Watching(Strategy, frozen=True, kw_only=True):
             assert ctx.comm.view.version >= view.version
 
 
+class Writing(Strategy, frozen=True, kw_only=True):
+    """Workers that regroup write to one another, too."""
+
+    name: ClassVar[str] = "writing"
+    summary: ClassVar[str] = "writes to all others"
+
+    def worker(self, ctx: Any) -> None:
+        ctx.join(lambda _: None)
+        others = {rank for rank in ctx.comm.view.workers if rank != ctx.comm.rank}
+        for rank in sorted(others):
+            ctx.comm.post(rank, pull(ctx.comm.rank), [torch.full((3,), float(ctx.comm.rank))])
+        heard: dict[int, float] = {}
+        while heard.keys() != others:
+            letter = ctx.comm.receive(20)
+            assert letter is not None
+            if letter.source >= 0:
+                heard[letter.source] = float(letter.tensors[0].sum())
+        told = Event(event="written", time=ctx.comm.now(), worker=ctx.comm.rank, detail=str(sorted(heard.items())))
+        ctx.outlet.record(told)
+        ctx.leave()
+
+
 def watched(transport: str, until: int, workers: int, servers: int, **settings: Any) -> Job:
     data = TensorDataset(torch.zeros(8, 4), torch.zeros(8, 1))
     task = Task(
@@ -577,6 +602,19 @@ def test_a_killed_server_is_news_and_its_replacement_too() -> None:
     assert [e.detail for e in seen.of("server_lost")] == ["server 0; its ranges go to server 1"]
     (joined,) = seen.of("server_joined")
     assert joined.detail.startswith("server 0, ") and joined.detail.endswith(" s after it was lost")
+
+
+@pytest.mark.parametrize("where", ["shared", "unix", "tcp", "sim"])
+def test_workers_that_regroup_have_letters_and_a_view(where: str) -> None:
+    job = watched("shared" if where == "sim" else where, 0, workers=3, servers=0)
+    job = dataclasses.replace(job, strategy=Writing())
+    if where == "sim":
+        seen = Witness(3, {})
+        SimWorld(make_cluster({"compute": {"seconds_per_sample": 1e-3}})).run(job, seen, Silent())
+    else:
+        seen = witness(job, {})
+    others = {0: "[(1, 3.0), (2, 6.0)]", 1: "[(0, 0.0), (2, 6.0)]", 2: "[(0, 0.0), (1, 3.0)]"}
+    assert {e.worker: e.detail for e in seen.of("written")} == others
 
 
 def test_a_server_is_not_replaced_where_that_is_not_wanted() -> None:

@@ -9,15 +9,17 @@ When all workers have left nobody is there any more who could be waited for, so 
 
 from __future__ import annotations
 
+from itertools import chain
+
 from torrential.membership import messages as m
 from torrential.membership.generations import Generations
-from torrential.membership.observer import Observing
+from torrential.membership.observer import ObserverBacklog
 from torrential.membership.roll import Member, Roll
 from torrential.membership.views import Views
 
 
 class Leaving:
-    def __init__(self, roll: Roll, generations: Generations, views: Views, observing: Observing) -> None:
+    def __init__(self, roll: Roll, generations: Generations, views: Views, observing: ObserverBacklog) -> None:
         self._roll, self._generations, self._views, self._observing = roll, generations, views, observing
         self.finisher: Member | None = None  # who was asked for the last snapshot
         self.dismissed = False
@@ -40,7 +42,7 @@ class Leaving:
     def dismiss_if_all_left(self) -> None:
         """Let everybody go if nothing is left to be done."""
         roll = self._roll
-        programs = [*roll.workers.values(), *roll.coordinators.values()]
+        programs = chain(roll.workers.values(), roll.coordinators.values())
         if self.dismissed or not roll.workers or not all(member.left for member in programs):
             return
         if self._generations.forming_since is not None or roll.is_starting("coordinator"):

@@ -24,7 +24,7 @@ from torrential.membership.generations import Generations
 from torrential.membership.leaving import Leaving
 from torrential.membership.letter_hangs import LetterHangs
 from torrential.membership.liveness import Liveness
-from torrential.membership.observer import Observing, Taken
+from torrential.membership.observer import ObserverBacklog, Taken
 from torrential.membership.roles import Members, Who
 from torrential.membership.roll import Member, Roll, Rules
 from torrential.membership.views import Views
@@ -44,7 +44,7 @@ class Membership:
         roll = self._roll
         self._generations = Generations(roll, rules)
         self._views = Views(roll, rules)
-        self._observing = Observing(roll, rules)
+        self._observing = ObserverBacklog(roll, rules)
         self._leaving = Leaving(roll, self._generations, self._views, self._observing)
         self._collectives, self._letters = CollectiveHangs(roll, rules), LetterHangs(roll, rules)
         self._liveness = Liveness(roll, rules)

@@ -7,38 +7,38 @@ import msgspec
 from torrential.server.messages import View
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class MemberMessage(msgspec.Struct, frozen=True, tag=True):
     """The base of all messages between a member and whoever supervises it."""
 
 
 # -- from a member ----------------------------------------------------------------------------------------------------
-class Ready(Message, frozen=True):
+class Ready(MemberMessage, frozen=True):
     """This member is built and can join."""
 
     numel: int = 0  # a server's: the length of the key space
     bounds: list[int] | None = None  # a server's: where it may be cut; anywhere by default
 
 
-class Stopped(Message, frozen=True):
+class Stopped(MemberMessage, frozen=True):
     """I have noticed the new generation and touch nothing shared any more."""
 
     generation: int
 
 
-class Standing(Message, frozen=True):
+class Standing(MemberMessage, frozen=True):
     """So many steps have I taken; -1: none, and I have no state yet."""
 
     generation: int
     applied: int
 
 
-class Filled(Message, frozen=True):
+class Filled(MemberMessage, frozen=True):
     """This server has all that the view of that version gives it."""
 
     version: int
 
 
-class Suspect(Message, frozen=True):
+class Suspect(MemberMessage, frozen=True):
     """The member at that address (-1: one of the other workers) has not answered for so long that it, or somebody whom
     it waits for, must be hung."""
 
@@ -46,30 +46,30 @@ class Suspect(Message, frozen=True):
     seconds: float  # 0, with -1: not any more
 
 
-class Pong(Message, frozen=True):
+class Pong(MemberMessage, frozen=True):
     """This role is not hung."""
 
     waits: list[tuple[int, float]] = []  # a server's: addresses without whom it cannot go on; seconds of their silence
 
 
-class Alive(Message, frozen=True):
+class Alive(MemberMessage, frozen=True):
     """This process runs; whether its role gets on is another matter."""
 
 
-class Delayed(Message, frozen=True):
+class Delayed(MemberMessage, frozen=True):
     """This worker waits for the observer (or does not any more); it is not hung."""
 
     waiting: bool
 
 
-class Left(Message, frozen=True):
+class Left(MemberMessage, frozen=True):
     """This member's program is finished, as of that generation."""
 
     generation: int
     last: bool = False  # whether it can give the last snapshot
 
 
-class OwnBuffers(Message, frozen=True):
+class OwnBuffers(MemberMessage, frozen=True):
     """A worker's part of the snapshot of a step; its tensors travel beside it."""
 
     rank: int
@@ -77,7 +77,7 @@ class OwnBuffers(Message, frozen=True):
     names: list[str]
 
 
-class SnapshotDone(Message, frozen=True):
+class SnapshotDone(MemberMessage, frozen=True):
     """The observer is done with what lies in that slot of that rank, which may be used (again)."""
 
     rank: int
@@ -85,19 +85,19 @@ class SnapshotDone(Message, frozen=True):
 
 
 # -- to a member ------------------------------------------------------------------------------------------------------
-class Regroup(Message, frozen=True):
+class Regroup(MemberMessage, frozen=True):
     """Members have changed: stop, and meet the others of that generation."""
 
     generation: int
 
 
-class AllStopped(Message, frozen=True):
+class AllStopped(MemberMessage, frozen=True):
     """Every worker of that generation has stopped."""
 
     generation: int
 
 
-class Go(Message, frozen=True):
+class Go(MemberMessage, frozen=True):
     """What the workers of a generation have agreed on. Where workers do not regroup: begin."""
 
     generation: int
@@ -111,7 +111,7 @@ class Go(Message, frozen=True):
     meeting: str = ""  # where a library of collectives finds its members, if one is used; the world fills it in
 
 
-class Roster(Message, frozen=True):
+class Roster(MemberMessage, frozen=True):
     """Who is there, who answers for what, and where they are."""
 
     view: View
@@ -119,33 +119,33 @@ class Roster(Message, frozen=True):
     began: float
 
 
-class Stop(Message, frozen=True):
+class Stop(MemberMessage, frozen=True):
     """From the observer: the target is reached. To the others: finish at the next step that all agree on."""
 
 
-class Finish(Message, frozen=True):
+class Finish(MemberMessage, frozen=True):
     """Everybody is finished; give the last snapshot, and leave again."""
 
 
-class Dismissed(Message, frozen=True):
+class Dismissed(MemberMessage, frozen=True):
     """Everybody is finished."""
 
 
-class Gone(Message, frozen=True):
+class Gone(MemberMessage, frozen=True):
     """To the observer: a worker has died, and nothing more will come from it."""
 
     rank: int
 
 
-class Back(Message, frozen=True):
+class Back(MemberMessage, frozen=True):
     """To the observer: a worker of that rank has joined."""
 
     rank: int
 
 
-class Ping(Message, frozen=True):
+class Ping(MemberMessage, frozen=True):
     """Answer with Pong, from where you work."""
 
 
-class Probe(Message, frozen=True):
+class Probe(MemberMessage, frozen=True):
     """Answer with Alive, at once and whatever you are at."""

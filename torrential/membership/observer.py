@@ -26,7 +26,9 @@ class Taken(Protocol):
     def step(self) -> int: ...
 
 
-class Observing:
+class ObserverBacklog:
+    """The observer's place in the membership, and what it still has to do."""
+
     def __init__(self, roll: Roll, rules: Rules) -> None:
         self._roll, self._rules = roll, rules
         self._limit = max(IDLE_SECONDS, rules.timeout)

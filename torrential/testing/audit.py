@@ -53,6 +53,7 @@ class Audit:
         self.events: deque[Happened] = deque(maxlen=EVENTS)
         self._roles: dict[int, RoleContext | Server] = {}  # the living, by address
         self._living = -1
+        self._first: tuple[Range, ...] = ()  # the table that servers begin with
         self._executing: dict[int, int] = {}  # clocks, by worker
         self._steps: dict[int, int] = {}  # taken by each worker, when we last looked
         self._parameters: dict[int, dict[int, bytes]] = {}  # by step, by member
@@ -108,6 +109,7 @@ class Audit:
     # -- between events -------------------------------------------------------------------------------------------
     def _between(self) -> None:
         if len(self._hub.mails) != self._living:
+            self._first = self._first or self._table()
             self._living = len(self._hub.mails)
             for address in [a for a, role in self._roles.items() if self._hub.mails.get(a) is not role.comm]:
                 self._died(address)
@@ -142,8 +144,9 @@ class Audit:
 
     def _holds(self, address: int, r: Range) -> bool:
         server, mail = self._roles.get(address), self._hub.mails.get(address)
-        if server is None and mail is not None and mail.who.life == 0:
-            return True  # it waits for its first view, with the parameters that all begin with
+        if server is None and mail is not None and mail.who.life == 0:  # it waits for its first view
+            first = (given for given in self._first if given.start <= r.start and r.stop <= given.stop)
+            return any(address in given.chain for given in first)
         links = server._links.values() if isinstance(server, Server) else ()
         return any(link.start <= r.start and r.stop <= link.stop and link.holds for link in links)
 

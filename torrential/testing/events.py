@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from torrential.comm.protocol import Letter, role_name
+from torrential.membership.messages import Roster
 from torrential.worlds.sim.comm import SimMessenger
 from torrential.worlds.sim.group import Group
 from torrential.worlds.sim.kernel import Role
@@ -47,6 +48,8 @@ def who(address: int) -> str:
 
 
 def _brief(value: Any) -> str:
+    if isinstance(value, Roster):
+        return _brief(value.view)
     if isinstance(value, Letter):
         return f"{_brief(value.message)} from {who(value.source)}"
     if isinstance(value, SimMail):

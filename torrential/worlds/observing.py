@@ -17,7 +17,7 @@ from torrential.trainer.snapshot import Snapshot
 Vectors = dict[str, Tensor]
 
 
-class SnapshotTaken(m.Message, frozen=True):
+class SnapshotTaken(m.MemberMessage, frozen=True):
     """A worker has a snapshot in one of its slots. Where its flat vectors lie is the world's matter; the rest of it
     travels beside the message."""
 

@@ -12,7 +12,7 @@ from torrential.membership.messages import Finish as Finish
 from torrential.membership.messages import Go as Go
 from torrential.membership.messages import Gone as Gone
 from torrential.membership.messages import Left as Left
-from torrential.membership.messages import Message
+from torrential.membership.messages import MemberMessage
 from torrential.membership.messages import OwnBuffers as OwnBuffers
 from torrential.membership.messages import Ping as Ping
 from torrential.membership.messages import Pong as Pong
@@ -31,7 +31,7 @@ from torrential.worlds.observing import SnapshotTaken as SnapshotTaken
 
 
 # -- from a child ---------------------------------------------------------------------------------------------------
-class Hello(Message, frozen=True):
+class Hello(MemberMessage, frozen=True):
     role: str  # "worker", "server", "coordinator" or "observer"
     rank: int
     life: int
@@ -40,32 +40,32 @@ class Hello(Message, frozen=True):
     letters: str = ""  # where letters can
 
 
-class BufferWanted(Message, frozen=True):
+class BufferWanted(MemberMessage, frozen=True):
     key: str
     size: int  # bytes; 0: what it has, if it is there; -1: a file that is empty at first and may grow
 
 
-class Recorded(Message, frozen=True):
+class Recorded(MemberMessage, frozen=True):
     record: Step | Evaluation | Event
 
 
-class Failed(Message, frozen=True):
+class Failed(MemberMessage, frozen=True):
     failure: Failure
 
 
 # -- from the supervisor --------------------------------------------------------------------------------------------
-class Granted(Message, frozen=True):
+class Granted(MemberMessage, frozen=True):
     key: str
     pid: int
     fd: int
 
 
-class Refused(Message, frozen=True):
+class Refused(MemberMessage, frozen=True):
     key: str
     reason: str
 
 
-class Noted(Message, frozen=True):
+class Noted(MemberMessage, frozen=True):
     """The record that you sent is in the file."""
 
 
