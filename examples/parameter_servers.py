@@ -13,7 +13,7 @@ import psutil
 
 import torrential as tt
 
-EPOCHS, SAMPLES = 15, 1350
+EPOCHS, SAMPLES = 10, 1350
 
 
 def kill_a_server(records: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import torrential as tt
 
-OPTIONS = {"workers": 2, "epochs": 12, "seed": 7}
+OPTIONS = {"workers": 2, "epochs": 8, "seed": 7}
 
 
 def train_and_kill(out: Path) -> None:

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from torrential import cli, run
-from torrential.worlds.local import nursery
+from torrential.worlds.local import nursery, warm
 from torrential.worlds.local.warm import Launched
 
 ROOT = Path(__file__).parents[1]
@@ -82,12 +82,26 @@ def _become(args: list[str], out: str, err: str, env: dict[str, str], directory:
     sys.path[:] = [*given, *(path for path in sys.path if path != str(Path(__file__).parent))]
     if script is not None:
         sys.argv = [str(script), *args]
-        run.Launch = forked_nursery  # type: ignore[assignment, misc]
+        run.Launch = ForkedWarm().launch  # type: ignore[assignment, misc]
         runpy.run_path(str(script), run_name="__main__")
         return
     sys.argv = ["torrential", *args]
     cli.Launch = forked_nursery  # type: ignore[assignment, misc]
     cli.main()
+
+
+class ForkedWarm(warm.Warm):
+    """Forks a script's nurseries, from a process as it was before the script computed anything: after that, threads of
+    torch's would be missed in a fork. It ends with the script."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(warm.START_SECONDS)
+        if not os.fork():
+            self._socket.close()
+            warm.main(theirs.detach())
+            os._exit(0)
+        theirs.close()
 
 
 def forked_nursery() -> Launched:
