@@ -17,7 +17,7 @@ study = json.loads(done.stdout.splitlines()[-1])
 
 print()
 for entry in study["entries"]:
-    times = ", ".join(f"{seconds:.2f}" for seconds in entry["times"])
+    times = ", ".join("never" if seconds is None else f"{seconds:.2f}" for seconds in entry["times"])
     reached = f"{entry['reached']} of {entry['trials']} runs reached {study['target']:.0%}"
     print(f"{entry['name']:10} {reached}, after {times} s")
 print(*study["verdict"], sep="\n")
