@@ -1,4 +1,4 @@
-"""`torrential ...` in a process of its own that has torch loaded already: it is forked, and so is its nursery.
+"""`torrential ...` or a script in a process of its own, forked, as is its nursery, from one that has torch loaded.
 
 A command that a user gives loads torch twice, here and in the nursery; the suite gives a hundred. Some tests start
 `python -m torrential` itself, as a user does.
@@ -9,14 +9,15 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from torrential import cli
-from torrential.worlds.local import nursery
+from torrential import cli, run
+from torrential.worlds.local import nursery, warm
 from torrential.worlds.local.warm import Launched
 
 ROOT = Path(__file__).parents[1]
@@ -37,10 +38,12 @@ def prepare() -> None:
 
 
 class Command:
-    """What subprocess.Popen would be for `python -m torrential ARGS`."""
+    """What subprocess.Popen would be for `python -m torrential ARGS`, or for `python SCRIPT`."""
 
-    def __init__(self, args: list[str], out: Path, err: Path, env: dict[str, str] | None = None) -> None:
-        given = (args, str(out), str(err), dict(os.environ) | (env or {}), os.getcwd())
+    def __init__(
+        self, args: list[str], out: Path, err: Path, env: dict[str, str] | None = None, script: Path | None = None
+    ) -> None:
+        given = (args, str(out), str(err), dict(os.environ) | (env or {}), os.getcwd(), script)
         self._process = CONTEXT.Process(target=_become, args=given)
         self._process.start()
         assert self._process.pid is not None
@@ -63,7 +66,7 @@ class Command:
         self.send_signal(signal.SIGKILL)
 
 
-def _become(args: list[str], out: str, err: str, env: dict[str, str], directory: str) -> None:
+def _become(args: list[str], out: str, err: str, env: dict[str, str], directory: str, script: Path | None) -> None:
     for number, path in enumerate(("/dev/null", out, err)):
         if path == str(CLOSED_PIPE):
             reading, descriptor = os.pipe()
@@ -77,9 +80,28 @@ def _become(args: list[str], out: str, err: str, env: dict[str, str], directory:
     os.environ.update(env)
     given = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*given, *(path for path in sys.path if path != str(Path(__file__).parent))]
+    if script is not None:
+        sys.argv = [str(script), *args]
+        run.Launch = ForkedWarm().launch  # type: ignore[assignment, misc]
+        runpy.run_path(str(script), run_name="__main__")
+        return
     sys.argv = ["torrential", *args]
     cli.Launch = forked_nursery  # type: ignore[assignment, misc]
     cli.main()
+
+
+class ForkedWarm(warm.Warm):
+    """Forks a script's nurseries, from a process as it was before the script computed anything: after that, threads of
+    torch's would be missed in a fork. It ends with the script."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(warm.START_SECONDS)
+        if not os.fork():
+            self._socket.close()
+            warm.main(theirs.detach())
+            os._exit(0)
+        theirs.close()
 
 
 def forked_nursery() -> Launched:

@@ -168,15 +168,18 @@ def nothing_left_by_test(mark: None) -> Iterator[None]:
 
 @pytest.fixture
 def run_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`run_cli("train", "digits", timeout=60, env={...})` runs the command line in a process of its own.
+    """`run_cli("train", "digits", timeout=60, env={...})` runs the command line in a process of its own, and
+    `run_cli(script=path)` a Python file.
 
     `env` is added to ours. When time is up the whole tree of processes is killed and the test fails with the output.
     """
 
-    def run(*args: object, timeout: float = 60, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        *args: object, timeout: float = 60, env: dict[str, str] | None = None, script: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
         words, name = [str(arg) for arg in args], uuid.uuid4().hex
         streams = [tmp_path / f"{name}.{stream}" for stream in ("out", "err")]
-        process = command.Command(words, *streams, env=env)
+        process = command.Command(words, *streams, env=env, script=script)
         try:
             process.wait(timeout)
         except BaseException as error:  # the test's own time may be up, too
