@@ -116,7 +116,7 @@ class Run(Family):
 
 def _zombie(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 
@@ -178,6 +178,7 @@ def kill_workers(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         recovered = time.monotonic() - killed if run.until(step_after_regrouping) else None
         summary = summary_of(run)
         lost = [r.worker for r in run.records() if isinstance(r, Event) and r.event == "worker_lost"]
+        left = run.leftovers(files)
         row = {
             "worker": victim,
             "about_step": step,
@@ -185,13 +186,13 @@ def kill_workers(options: argparse.Namespace, root: Path) -> dict[str, Any]:
             "value": summary.value,
             "samples": summary.samples,
             "noticed": lost == [victim],
-            "left": run.leftovers(files),
+            "left": left,
         }
         rows.append(row)
         shown = "-" if recovered is None else f"{recovered:.3f}"
         print(
             f"{number:4} {victim:6} {step:6} {shown:>12} {summary.value:7.4f} {summary.samples:8}  "
-            f"{', '.join(row['left']) or 'nothing'}",
+            f"{', '.join(left) or 'nothing'}",
             flush=True,
         )
         shutil.rmtree(out)

@@ -339,7 +339,7 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     raw = given.out / "fidelity.json"
-    known = json.loads(raw.read_text()) if raw.exists() else {"machine": machine(), "results": []}
+    known: dict[str, Any] = json.loads(raw.read_text()) if raw.exists() else {"machine": machine(), "results": []}
     host, command = known["machine"], f"python -m benchmarks.fidelity OUT --workers {given.workers}"
     times: Times = {
         (r["task"], r["strategy"], r["workers"]): [Timing(**t) for t in r["measured"]] for r in known["results"]

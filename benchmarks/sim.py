@@ -80,7 +80,7 @@ def overhead(workers: int = 64, steps: int = 150) -> dict[str, Any]:
     for strategy, servers in (("allreduce", 0), ("downpour", 2), ("ssp", 2), ("backup", 2)):
         found, updates = {}, steps * (workers if strategy in ("downpour", "ssp") else 1)
         for processes in (0, helpers):
-            Gradients.add_up = timed if not processes else add_up  # type: ignore[method-assign]
+            Gradients.add_up = timed if not processes else add_up  # type: ignore[method-assign,assignment]
             began = time.perf_counter()
             options = {"steps": updates, "batch_size": 16, "evaluate_every": updates // 10}
             _run("digits", strategy, workers, servers, processes=processes, **options)

@@ -9,8 +9,8 @@ Two studies, as `torrential compare` makes them and `torrential report` reads th
     OUT/nobody      nobody is slow
     OUT/straggler   worker 1 takes four times as long for every batch (slow=1:4)
 
-One entry is not torrential's: `ddp` is run by experiments/ddp.py, in turn with the others, by the same plan: an order
-drawn for each trial, a seed for each run. Written: report.html and trials.csv in both, OUT/table.md, OUT/results.json,
+One entry is PyTorch's own: `ddp`, in turn with the others, by the same plan: an order drawn for each trial, a seed for
+each run. Written: report.html and trials.csv in both, OUT/table.md, OUT/results.json,
 OUT/times.png and OUT/curves.png (with matplotlib).
 """
 
@@ -25,32 +25,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
-from experiments import ddp
 from torrential.errors import TorrentialError
 from torrential.progress import metric_value
 from torrential.records import replace_file
 from torrential.reporting.page import write_report
-from torrential.run import planned_steps
-from torrential.study.ask import Asked, Question, make_specs
+from torrential.study.ask import Asked, Question
 from torrential.study.conduct import conduct
 from torrential.study.directory import locked, open_directory
 from torrential.study.outlook import outlook
-from torrential.study.plan import Trial
-from torrential.study.question import make_question, request
+from torrential.study.question import Subject, make_question
 from torrential.study.read import read_study
 from torrential.study.results import STUDY, Entry, Run, Study
 from torrential.study.runner import Train
 from torrential.study.show import show, to_json, write_csv
 from torrential.study.verdict import Row, Verdict, judge
 from torrential.study.watch import Watching
-from torrential.task import Task
 from torrential.tasks import load_task
 
-CONDITIONS = {"nobody": ("nobody is slow", {}), "straggler": ("worker 1 is 4× slow", {"slow": "1:4"})}
-STRATEGIES = ["allreduce", "bsp", "ssp", "backup", "downpour:server=adagrad+lr=0.02", ddp.DDP]
+DDP = "ddp"
+CONDITIONS: dict[str, tuple[str, dict[str, str]]] = {
+    "nobody": ("nobody is slow", {}),
+    "straggler": ("worker 1 is 4× slow", {"slow": "1:4"}),
+}
+STRATEGIES = ["allreduce", "bsp", "ssp", "backup", "downpour:server=adagrad+lr=0.02", DDP]
 TARGET = 0.87
 EPOCHS = 3  # after which a run has missed the target
 EVERY = 6400  # samples between two evaluations
@@ -58,12 +57,12 @@ SEED = 1  # a pilot with 0 chose the target
 TRIALS = 6  # fewer cannot show a difference between six entries
 
 
-def ask(args: argparse.Namespace, condition: str) -> tuple[Question, Task]:
-    """The question of `torrential compare`, with one entry more than it knows."""
+def ask(args: argparse.Namespace, condition: str) -> tuple[Question, Subject]:
+    """The question that `torrential compare` would ask."""
     joined = args.workers * load_task(args.task).batch_size  # of a step of the first entry
     asked = Asked(
         task=args.task,
-        strategies=[strategy for strategy in STRATEGIES if strategy != ddp.DDP],
+        strategies=list(STRATEGIES),
         target=args.target,
         trials=args.trials,
         workers=[args.workers],
@@ -72,45 +71,17 @@ def ask(args: argparse.Namespace, condition: str) -> tuple[Question, Task]:
         device="cpu",
         set=CONDITIONS[condition][1] | {"evaluate_every": str(max(1, args.every // joined))},
     )
-    question, task = make_question(asked, sys.argv)
-    return with_ddp(question), task
-
-
-def with_ddp(question: Question) -> Question:
-    """DDP takes the steps of allreduce, so it is evaluated after as many of them."""
-    (like,) = (spec for spec in question.entries if spec.strategy == "allreduce")
-    asked = msgspec.structs.replace(question.asked, strategies=STRATEGIES)
-    (own,) = (spec for spec in make_specs(asked) if spec.strategy == ddp.DDP)
-    own = msgspec.structs.replace(own, steps=like.steps, evaluate_every=like.evaluate_every)
-    return msgspec.structs.replace(question, asked=asked, entries=[*question.entries, own])
-
-
-class Runner:
-    """Of both kinds of runs."""
-
-    def __init__(self, question: Question, task: Task, watching: Watching) -> None:
-        self._asked, self._task, self._watching = question.asked, task, watching
-        self._train = Train(question, task, watching)
-
-    def close(self) -> None:
-        self._train.close()
-
-    def __call__(self, trial: Trial) -> None:
-        if trial.spec.strategy != ddp.DDP:
-            return self._train(trial)
-        like = msgspec.structs.replace(trial.spec, strategy="allreduce")
-        asked = request(self._asked, like, self._task, trial.seed)
-        ddp.run(asked, trial.directory, lambda job: self._watching.listen(planned_steps(job)))
+    return make_question(asked, sys.argv)
 
 
 def carry_out(args: argparse.Namespace, condition: str, err: Console) -> None:
-    question, task = ask(args, condition)
+    question, subject = ask(args, condition)
     directory = Path(args.out) / condition
     with locked(directory):
         question = open_directory(directory, question)
         err.print(f"{CONDITIONS[condition][0]}: {'; '.join(outlook(question))}", highlight=False, soft_wrap=True)
         watching = Watching(question.metric, question.asked.target or 0.0, err)
-        runner = Runner(question, task, watching)
+        runner = Train(question, subject, watching)
         try:
             conduct(question, directory, runner, watching)
         finally:
@@ -177,10 +148,10 @@ def against_ddp(verdict: Verdict, row: Row) -> str:
     """How many times sooner than DDP, with the 95 % interval; bold where they differ by the rules of the study."""
     for pair in verdict.pairs:
         names = [pair.first.entry.strategy, pair.second.entry.strategy]
-        if ddp.DDP in names and row in (pair.first, pair.second) and row.entry.strategy != ddp.DDP:
+        if DDP in names and row in (pair.first, pair.second) and row.entry.strategy != DDP:
             of = pair.difference
             ratio, low, high = of.ratio, of.low, of.high
-            if names[0] == ddp.DDP:
+            if names[0] == DDP:
                 ratio, low, high = 1 / ratio, 1 / high, 1 / low
             text = f"{ratio:.2f} ({low:.2f}–{high:.2f})"
             return f"**{text}**" if pair.differs else text

@@ -63,10 +63,9 @@ def digits(text: str) -> Task:
 
 def fashion(text: str) -> Task:
     task = load_task("fashion")
-    parts = {"train": 8_000, "validation": 500, "test": 4_000}
-    return replace(
-        task, epochs=1, batch_size=16, **{n: Subset(getattr(task, n), range(size)) for n, size in parts.items()}
-    )
+    sizes = {"train": 8_000, "validation": 500, "test": 4_000}
+    parts: dict[str, Any] = {name: Subset(getattr(task, name), range(size)) for name, size in sizes.items()}
+    return replace(task, epochs=1, batch_size=16, **parts)
 
 
 class Patches(nn.Module):

@@ -9,7 +9,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from torrential.comm.protocol import COORDINATORS
 from torrential.data.deal import Batch
 from torrential.server.consistency import Consistency
 from torrential.server.messages import View
@@ -202,7 +201,7 @@ class Coordinated(Strategy, frozen=True, kw_only=True):
             indices = ctx.data.order(portion.epoch)[portion.first : portion.last]
             batch = Batch(portion.epoch, portion.first, indices, portion.total, len(indices) / portion.total)
             loss = ctx.replica.backward([batch])
-            ctx.comm.post(COORDINATORS, Computed(portion.step, portion.number, loss), [gradient])
+            ctx.comm.post(letter.source, Computed(portion.step, portion.number, loss), [gradient])
         ctx.leave()
 
 

@@ -110,7 +110,7 @@ def test_nobody_begins_before_everybody_is_there() -> None:
         assert scene.machine.view is None
     scene.say(m.Ready(), 1)
     view = scene.machine.view
-    assert view is not None and (view.version, view.workers, view.coordinators) == (1, (0, 1), (0,))
+    assert view is not None and (view.version, view.workers, view.coordinators) == (1, (0, 1), (COORDINATORS,))
     assert [r.chain for r in view.table] == [(SERVERS,)]
     for address in (0, 1, SERVERS, COORDINATORS):
         (roster,) = scene.heard(address, m.Roster)
@@ -260,7 +260,7 @@ def test_a_dead_coordinator_is_started_again_and_interrupts_nobody() -> None:
     scene.lose(COORDINATORS)
     assert scene.machine.view is not None and scene.machine.view.coordinators == ()
     scene.say(m.Ready(), COORDINATORS)
-    assert scene.machine.view.coordinators == (0,) and scene.machine.generation == 1
+    assert scene.machine.view.coordinators == (COORDINATORS,) and scene.machine.generation == 1
     assert scene.newest(COORDINATORS) == Who(COORDINATORS, 1)
     assert [e for e in scene.events if "coordinator" in e[0]] == [
         ("coordinator_lost", None, "coordinator 0"),
@@ -483,7 +483,7 @@ class World:
             self.version = view.version
             assert {Who(address, life) for address, _, life in message.contacts} <= alive
             there = {address for address, _, _ in message.contacts}
-            named = {*view.workers, *view.servers(), *(COORDINATORS + c for c in view.coordinators)}
+            named = {*view.workers, *view.servers(), *view.coordinators}
             assert named <= there
         elif isinstance(message, m.Regroup):
             assert message.generation >= self.generation

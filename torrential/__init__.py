@@ -11,15 +11,22 @@ from torrential.version import __version__
 
 TYPE_CHECKING = False  # type checkers know better; nothing more is imported before `python -m` has its path in order
 if TYPE_CHECKING:
+    from torrential.data.deal import Batch
     from torrential.errors import TorrentialError
     from torrential.records import read_records
     from torrential.reporting.page import report
     from torrential.run import TrainResult, train
+    from torrential.server.consistency import Consistency
+    from torrential.server.messages import View
+    from torrential.server.shard import Shard
     from torrential.strategies.allreduce import AllReduce
     from torrential.strategies.backup import Backup
     from torrential.strategies.base import Strategy
     from torrential.strategies.bsp import Bsp
+    from torrential.strategies.context import Context, Decision, Vote
+    from torrential.strategies.ddp import Ddp
     from torrential.strategies.downpour import Downpour
+    from torrential.strategies.roles import Role, Roles, Servers
     from torrential.strategies.ssp import Ssp
     from torrential.study.compare import compare
     from torrential.study.comparison import Comparison
@@ -30,15 +37,26 @@ if TYPE_CHECKING:
 __all__ = [
     "AllReduce",
     "Backup",
+    "Batch",
     "Bsp",
     "Cluster",
     "Comparison",
+    "Consistency",
+    "Context",
+    "Ddp",
+    "Decision",
     "Downpour",
+    "Role",
+    "Roles",
+    "Servers",
+    "Shard",
     "Ssp",
     "Strategy",
     "Task",
     "TorrentialError",
     "TrainResult",
+    "View",
+    "Vote",
     "__version__",
     "accuracy",
     "compare",
@@ -52,15 +70,26 @@ __all__ = [
 _HOME = {
     "AllReduce": "torrential.strategies.allreduce",
     "Backup": "torrential.strategies.backup",
+    "Batch": "torrential.data.deal",
     "Bsp": "torrential.strategies.bsp",
     "Cluster": "torrential.worlds.sim.cluster",
     "Comparison": "torrential.study.comparison",
+    "Consistency": "torrential.server.consistency",
+    "Context": "torrential.strategies.context",
+    "Ddp": "torrential.strategies.ddp",
+    "Decision": "torrential.strategies.context",
     "Downpour": "torrential.strategies.downpour",
+    "Role": "torrential.strategies.roles",
+    "Roles": "torrential.strategies.roles",
+    "Servers": "torrential.strategies.roles",
+    "Shard": "torrential.server.shard",
     "Ssp": "torrential.strategies.ssp",
     "Strategy": "torrential.strategies.base",
     "Task": "torrential.task",
     "TorrentialError": "torrential.errors",
     "TrainResult": "torrential.run",
+    "View": "torrential.server.messages",
+    "Vote": "torrential.strategies.context",
     "accuracy": "torrential.task",
     "compare": "torrential.study.compare",
     "load_task": "torrential.tasks",

@@ -90,7 +90,7 @@ class Views:
         self.due = None
         version = 1 if self.view is None else self.view.version + 1
         workers = sorted(rank for rank, worker in self._roll.workers.items() if not worker.left)
-        coordinators = sorted(number for number, one in self._roll.coordinators.items() if not one.left)
+        coordinators = sorted(one.address for one in self._roll.coordinators.values() if not one.left)
         self.view = View(version, tuple(workers), table, tuple(coordinators))
         everybody = self._roll.everybody()
         roster = m.Roster(self.view, [(e.address, e.contact, e.life) for e in everybody], self.began)

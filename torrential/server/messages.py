@@ -28,7 +28,7 @@ class View(msgspec.Struct, frozen=True, tag=True):
     version: int
     workers: tuple[int, ...]  # ranks that take part
     table: tuple[Range, ...]  # covers the key space in order, without gaps; empty where there are no servers
-    coordinators: tuple[int, ...] = ()  # numbers of the coordinators that take part
+    coordinators: tuple[int, ...] = ()  # addresses of the coordinators that take part
 
     def servers(self) -> tuple[int, ...]:
         return tuple(sorted({address for r in self.table for address in r.chain}))
