@@ -15,10 +15,11 @@ from experiments import compare_fashion as experiment
 from experiments import ddp
 from torrential import opening, records
 from torrential.records import Record, Step
+from torrential.strategies import STRATEGIES
 from torrential.study.ask import Question
 from torrential.study.directory import open_directory
 from torrential.study.plan import reported_trials
-from torrential.study.question import request
+from torrential.study.question import Subject, request
 from torrential.study.read import read_study
 from torrential.study.verdict import judge
 from torrential.tasks import load_task
@@ -44,7 +45,8 @@ def test_ddp_is_an_entry_like_the_others(question: Question) -> None:
 
 def test_the_manifest_of_a_ddp_run(question: Question, tmp_path: Path) -> None:
     (spec,) = (spec for spec in question.entries if spec.strategy == "allreduce")
-    asked = request(question.asked, spec, load_task("digits-mlp"), 7)
+    subject = Subject(load_task("digits-mlp"), "digits-mlp", STRATEGIES)
+    asked = request(question.asked, spec, subject, 7)
     job = ddp.as_ddp(opening.open_run(asked, tmp_path / "run"))
     opening.unlock(job.directory)
     kept = records.read_manifest(job.directory).config

@@ -290,7 +290,12 @@ def test_the_arguments_of_a_run_and_a_study_are_nobodys_options() -> None:
         ("sim", "transport=tcp", "transport is for real processes; leave it out, or use --world local"),
         ("sim", "restart=true", "restart is for real processes"),
         ("sim", "hosts=2", "hosts is for real processes"),
-        ("sim", "algorithm=shared", "algorithm must be auto, naive, direct, ring, halving, blocks or tree (given: 'sh"),
+        ("sim", "algorithm=native", "algorithm=native is for real processes; leave it out, or use --world local"),
+        (
+            "sim",
+            "algorithm=rign",
+            "algorithm must be auto, naive, direct, ring, halving, blocks or tree (given: 'rign')",
+        ),
         ("local", "gradients=off", "gradients needs a simulation; add --world sim"),
         ("local", "processes=1", "processes needs a simulation"),
         ("local", "trace=true", "trace needs a simulation"),
