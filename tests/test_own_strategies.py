@@ -243,6 +243,38 @@ def test_they_are_listed_and_explained(package: Path, main_here: Any) -> None:  
         assert "accumulate=1" in own and own.count("=") == 4 and "One worker with accumulate=k" in own
 
 
+class Odd(tt.AllReduce, kw_only=True):
+    names: list[str] = []
+    rates: tuple[float, ...] = (0.5, 0.25)
+    either: int | str | None = None
+    must: dict[str, int]
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ({"names": "a,b"}, {"names": ["a", "b"]}),
+        ({"rates": "1,2"}, {"rates": (1.0, 2.0)}),
+        ({"either": "x"}, {"either": "x"}),
+        ({"rates": "x"}, "rates must be a list of numbers, as in 0.5,0.75 (given: 'x')"),
+        ({"must": "x"}, "must must be dict[str, int] (given: 'x')"),
+    ],
+)
+def test_options_of_any_kind_are_made_and_explained(given: dict[str, Any], made: Any) -> None:
+    assert {option.name: option.default for option in explain(Odd) if option.default} == {
+        "accumulate": "1",
+        "overlap": "true",
+        "rates": "0.5,0.25",
+    }
+    found = resolve_strategy(Odd)
+    if isinstance(made, str):
+        with pytest.raises(BadInput) as error:
+            found.make({"must": {}} | given)
+        assert str(error.value) == made
+    else:
+        assert found.make({"must": {}} | given) == Odd(**{"must": {}} | made)
+
+
 # -- options have one owner -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("field", "owner"),
@@ -290,7 +322,12 @@ def test_the_arguments_of_a_run_and_a_study_are_nobodys_options() -> None:
         ("sim", "transport=tcp", "transport is for real processes; leave it out, or use --world local"),
         ("sim", "restart=true", "restart is for real processes"),
         ("sim", "hosts=2", "hosts is for real processes"),
-        ("sim", "algorithm=shared", "algorithm must be auto, naive, direct, ring, halving, blocks or tree (given: 'sh"),
+        ("sim", "algorithm=native", "algorithm=native is for real processes; leave it out, or use --world local"),
+        (
+            "sim",
+            "algorithm=rign",
+            "algorithm must be auto, naive, direct, ring, halving, blocks or tree (given: 'rign')",
+        ),
         ("local", "gradients=off", "gradients needs a simulation; add --world sim"),
         ("local", "processes=1", "processes needs a simulation"),
         ("local", "trace=true", "trace needs a simulation"),

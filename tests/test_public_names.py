@@ -1,8 +1,11 @@
 """What `import torrential` promises: these names, and nothing else happening."""
 
+import ast
+import inspect
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +53,27 @@ def test_the_public_names_are_exactly_these():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_public_name_resolves(name):
     assert getattr(torrential, name) is not None
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse(Path(torrential.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == torrential._HOME
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name[0].islower()])
+def test_what_is_called_explains_itself_and_all_its_arguments_are_typed(name: str) -> None:
+    function = getattr(torrential, name)
+    assert function.__doc__
+    untyped = [p.name for p in inspect.signature(function).parameters.values() if p.annotation is p.empty]
+    assert untyped == [] and "return" in function.__annotations__
+
+
+def test_no_module_has_the_name_of_something_public() -> None:
+    """Importing a module sets its name in its package, in the place of what was there."""
+    modules = {path.stem for path in Path(torrential.__file__).parent.iterdir()}
+    assert modules & {*NAMES} == set()
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -95,7 +95,7 @@ def crashing(found: Study, at: float | str) -> Study:
     faults = [{"kind": "crash", "worker": 2, "at": at}, {"kind": "partition", "hosts": [0, 1], "at": 0.0}]
     for entry in found.entries:
         for one in entry.runs:
-            one.manifest.config.update({"world": "sim", "cluster": {"faults": faults}})
+            one.manifest.config.update({"world": "sim", "settings": {"world": "sim"}, "cluster": {"faults": faults}})
     return found
 
 

@@ -171,7 +171,7 @@ def split_options(asked: Request, found: Resolved) -> tuple[Strategy, AnySetting
         raise BadInput(f"{wrong} is an option of the strategy, which was given as an object; set it there")
     else:
         strategy = asked.strategy
-    settings: AnySettings = make(WORLDS[asked.world], parts["world"])
+    settings = _make_settings(asked.world, parts["world"])
     if isinstance(settings, LocalSettings):
         settings = _with_transport(settings)
     return strategy, settings, make_recipe(parts["recipe"])
@@ -183,6 +183,23 @@ def _nobodys(option: str, world: str, known: list[str]) -> BadInput:
         if other != world and option in kind.__struct_fields__:
             return BadInput(f"{option} {NEEDS[other]}")
     return UnknownName("option", option, known)
+
+
+def _make_settings(world: str, given: dict[str, Any]) -> AnySettings:
+    """The settings of a world. A value that an option has in the other world only is refused by that world's name."""
+    for option, value in given.items():
+        for other, kind in WORLDS.items():
+            if not _takes(WORLDS[world], option, value) and _takes(kind, option, value):
+                raise BadInput(f"{option}={value} {NEEDS[other]}")
+    return make(WORLDS[world], given)
+
+
+def _takes(kind: type[AnySettings], option: str, value: Any) -> bool:
+    try:
+        make(kind, {option: value} if option in kind.__struct_fields__ else {})
+    except BadInput:
+        return False
+    return option in kind.__struct_fields__
 
 
 def _with_transport(settings: LocalSettings) -> LocalSettings:

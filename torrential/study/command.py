@@ -48,8 +48,8 @@ def add(
         strategies: Annotated[
             list[str] | None,
             typer.Option(
-                help="Ways to train, as in allreduce,downpour:push_every=5+lr=0.02,ssp: options of one entry after "
-                "':', joined by '+': those of --set, and lr, batch_size, workers, servers.",
+                help="Ways to train, as in allreduce,downpour:push_every=5+lr=0.02,mine.py:Mine: options of one entry "
+                "after ':', joined by '+': those of --set, and lr, batch_size, workers, servers.",
                 show_default=False,
                 autocompletion=completion.strategies,
             ),
