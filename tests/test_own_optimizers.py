@@ -344,7 +344,9 @@ def test_an_optimizer_that_promises_nothing_is_not_cut(
     """No trial shows what it does later: one that clips from the sixth step on was cut, and trained otherwise."""
     task = task_with(kind)
     assert_plain(task, run(task, tmp_path / "one", strategy, "sim", servers=1))
-    said = rf"{kind.__name__} may look at all .* \(servers: 2\); use --servers 1, or write per_parameter = True in class"
+    said = (
+        rf"{kind.__name__} may look at all .* \(servers: 2\); use --servers 1, or write per_parameter = True in class"
+    )
     with pytest.raises(BadInput, match=said):
         run(task, tmp_path / "two", strategy, servers=2)
 

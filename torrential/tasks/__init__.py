@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from torrential.errors import BadInput, TorrentialError, UnknownName
+from torrential.errors import INTERRUPTS, BadInput, TorrentialError, UnknownName
 from torrential.usercode import failed, loading, place_of
 
 if TYPE_CHECKING:  # torch is loaded when a task is: names are listed and completed without it
@@ -150,10 +150,10 @@ def _users_own(path: Path, function: Callable[..., Any], *args: Any) -> Any:
     try:
         with loading(path):
             return function(*args)
-    except (Exception, SystemExit) as error:
+    except (TorrentialError, *INTERRUPTS) as error:
         if isinstance(error, BadInput):
             place = place_of(error)
             raise BadInput(f"{place and f'{place}: '}{error}") from error
-        if isinstance(error, TorrentialError):
-            raise
+        raise
+    except BaseException as error:
         raise failed(f"{path} cannot be loaded:", error) from error

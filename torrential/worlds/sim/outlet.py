@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from torrential.errors import INTERRUPTS
 from torrential.records import Evaluation, Record
 from torrential.trainer.observer import Observer
 from torrential.trainer.pending import Parts, Pending
@@ -49,7 +50,9 @@ class Observing:
                 snapshot, (flat, rest), parts, news = item
                 if news and not self.reached:
                     self._process(snapshot, flat, rest, parts)
-        except (Exception, SystemExit) as error:
+        except INTERRUPTS:
+            raise
+        except BaseException as error:  # user code may raise anything
             self._fail(error)
 
     def _process(self, snapshot: Snapshot, flat: dict[str, Tensor], rest: dict[str, Tensor], parts: Parts) -> None:
@@ -72,7 +75,9 @@ class Observing:
             last = self._last or self._observer.load_saved()
             if last is not None and self._observer.config.settings.test:
                 self._note(self._observer.evaluate(last, "test"))
-        except (Exception, SystemExit) as error:
+        except INTERRUPTS:
+            raise
+        except BaseException as error:  # user code may raise anything
             self._fail(error)
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from torrential.comm.protocol import SERVERS, role_name
-from torrential.errors import RunFailed
+from torrential.errors import INTERRUPTS, RunFailed
 from torrential.optim.schedule import schedule_of
 from torrential.records import Event, Record, Step
 from torrential.server.role import Server
@@ -164,7 +164,7 @@ class _Run:
         if not self._kernel.failures:
             return
         role, error = self._kernel.failures[0]
-        if not isinstance(error, Exception | SystemExit):  # an interrupt, which came while this role was at work
+        if isinstance(error, INTERRUPTS):  # it came while this role was at work
             raise error
         step = self._contexts[role].step + 1 if role in self._contexts else None
         raise failed(role, describe(error, step), self._job.directory) from error
