@@ -16,7 +16,7 @@ from made_up import config, question, write_run
 
 import torrential as tt
 from torrential import cli
-from torrential.errors import BadInput, RunFailed
+from torrential.errors import BadInput, RunFailed, Terminated
 from torrential.records import MANIFEST, RECORDS, Evaluation, Step, read_manifest, read_records
 from torrential.study.ask import Asked
 from torrential.study.conduct import is_finished
@@ -96,7 +96,7 @@ def test_a_process_that_starts_nurseries_ends_them_and_itself() -> None:
 
 @pytest.mark.parametrize(
     ("error", "raised", "said"),
-    [(cli.Terminated(15), cli.Terminated, "stopped; "), (RunFailed("no space"), RunFailed, "")],
+    [(Terminated(15), Terminated, "stopped; "), (RunFailed("no space"), RunFailed, "")],
 )
 def test_whoever_stops_it_is_told_how_to_go_on(
     error: BaseException, raised: type, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
@@ -112,7 +112,7 @@ def test_whoever_stops_it_is_told_how_to_go_on(
     assert f"{said}finished runs are kept; go on with: torrential compare --resume {out}" in message
 
 
-@pytest.mark.parametrize(("cause", "code"), [(KeyboardInterrupt(), 130), (cli.Terminated(15), 143)])
+@pytest.mark.parametrize(("cause", "code"), [(KeyboardInterrupt(), 130), (Terminated(15), 143)])
 def test_a_signal_while_a_module_is_loaded_is_no_failure_of_the_module(
     cause: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:

@@ -60,19 +60,30 @@ def test_neither_do_the_processes_of_a_simulation(hostile: Path, tmp_path: Path,
     assert (ended.returncode, executed(hostile)) == (0, []), ended.stderr
 
 
-def test_neither_does_python_m(tmp_path: Path) -> None:
-    """Of what Python itself imports first we know nothing; of ours nothing is found there."""
-    for name in ("typer", "rich", "signal", "msgspec", "typing"):
+ENTRIES = {"__main__": ["--version"], "testing.__main__": ["--schedules", "1", "--jobs", "2"]}  # by module
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_neither_does_python_m(entry: str, tmp_path: Path) -> None:
+    """Of what Python itself imports first we know nothing; of ours nothing is found there, nor by what it starts."""
+    for name in ("typer", "rich", "signal", "msgspec", "typing", "multiprocessing", "torch"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('of the current directory')\n")
-    command = [sys.executable, "-m", "torrential", "--version"]
+    command = [sys.executable, "-m", f"torrential.{entry}".removesuffix(".__main__"), *ENTRIES[entry]]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_every_module_that_is_a_program_is_tried() -> None:
+    package = ROOT / "torrential"
+    programs = [f for f in package.rglob("*.py") if '__name__ == "__main__"' in f.read_text().partition("\nif ")[2]]
+    assert {".".join(f.relative_to(package).with_suffix("").parts) for f in programs} == ENTRIES.keys()
+    assert all("drop_current_directory()\n" in f.read_text() for f in programs)
 
 
 def test_python_m_in_the_directory_of_the_package_itself() -> None:
     """It may be found nowhere else, so it stays on the path, after all others."""
     program = (
-        "import sys; sys.path.insert(0, %r); import torrential.__main__ as m; m.drop_current_directory(); "
+        "import sys; sys.path.insert(0, %r); from torrential.search_path import drop_current_directory as d; d(); "
         "print(sys.path.index(%r) > max(n for n, p in enumerate(sys.path) if 'site-packages' in p))"
     )
     command = [sys.executable, "-c", program % (str(ROOT), str(ROOT))]

@@ -17,6 +17,7 @@ from torrential.errors import BadInput, Diverged, TaskFailed, TorrentialError, W
 from torrential.run import train
 
 HEAD = """
+import asyncio
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -26,8 +27,11 @@ import torrential as tt
 inputs, targets = torch.arange(1.0, 49).repeat(3, 1).t() / 48, torch.arange(48) % 2
 data = TensorDataset(inputs, targets)
 
-def boom():
-    raise ValueError("boom")  # here
+class Own(BaseException):
+    pass
+
+def boom(kind=ValueError):
+    raise kind("boom")  # here
 
 class Poisoned(Dataset):
     def __init__(self, sample):
@@ -47,9 +51,13 @@ class Model(nn.Linear):
         return boom() if self.steps == 3 else super().forward(x)
 
 class Sgd(torch.optim.SGD):
+    def __init__(self, params, lr, raises=ValueError):
+        super().__init__(params, lr=lr)
+        self.raises = raises
+
     def step(self, closure=None):
         self.steps = getattr(self, "steps", 0) + 1
-        return boom() if self.steps == 5 else super().step(closure)
+        return boom(self.raises) if self.steps == 5 else super().step(closure)
 
 class LastBatch:
     \"\"\"A loss that is special in the last of twelve batches.\"\"\"
@@ -67,7 +75,8 @@ def make(**changes):
                  optimizer=tt.optimizer("sgd", lr=0.01), batch_size=4, epochs=1)
     return tt.Task(**given | changes)
 """
-BOOM = "ValueError: boom ({file}:{here})"
+OTHER = "{}: boom ({{file}}:{{here}})".format  # an exception of another class
+BOOM = OTHER("ValueError")
 LAST = "{out}/checkpoints/step-00000012"
 NONE = "; no checkpoint was made yet"
 CLUSTER = {"compute": {"seconds_per_sample": 0.001}}
@@ -80,6 +89,11 @@ BEFORE = {
     ),
     "top level": ("boom()\n", f"{{file}} cannot be loaded: {BOOM}"),
     "exit": ("raise SystemExit(0)\n", "{file} cannot be loaded: SystemExit: 0 ({file}:{end})"),
+    "top level, cancelled": ("boom(asyncio.CancelledError)\n", f"{{file}} cannot be loaded: {OTHER('CancelledError')}"),
+    "model factory, no Exception": (
+        "task = make(model=lambda: boom(Own))\n",
+        f"the task's model factory raised {OTHER('Own')}",
+    ),
     "task function": ("def task(): boom()\n", f"{{file}} cannot be loaded: {BOOM}"),
     "model factory": ("task = make(model=boom)\n", f"the task's model factory raised {BOOM}"),
     "no model": (
@@ -113,6 +127,18 @@ IN_A_RUN = {
     "optimizer": (
         "optimizer=tt.optimizer(Sgd, lr=0.01)",
         f"worker 0 failed at step 5: {BOOM}{NONE}",
+    ),
+    "loss, no Exception": (
+        "loss=LastBatch(lambda outputs: boom(Own))",
+        f"worker 0 failed at step 12: the task's loss raised {OTHER('Own')}{NONE}",
+    ),
+    "optimizer, cancelled": (
+        "optimizer=tt.optimizer(Sgd, lr=0.01, raises=asyncio.CancelledError)",
+        f"worker 0 failed at step 5: {OTHER('CancelledError')}{NONE}",
+    ),
+    "metric, cancelled": (
+        "metric=lambda outputs, targets: boom(GeneratorExit)",
+        f"observer failed: the task's metric on validation data raised {OTHER('GeneratorExit')}{NONE}",
     ),
     "validation data": (
         "validation=Poisoned(7)",
@@ -181,10 +207,11 @@ def test_in_a_run_with_servers(world: str, tmp_path: Path) -> None:
     assert all(f'File "{about["file"]}"' in frame for frame in frames)
 
 
-def test_what_is_built_for_a_simulation_has_a_role(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ValueError", "Own"])
+def test_what_is_built_for_a_simulation_has_a_role(kind: str, tmp_path: Path) -> None:
     """A factory that builds one model only, for the trial before the run: the next one is the observer's."""
-    once = "def once(): return boom() if built else built.append(1) or nn.Linear(3, 2)"
+    once = f"def once(): return boom({kind}) if built else built.append(1) or nn.Linear(3, 2)"
     text = f"built = []\n{once}\ntask = make(model=once)\n"
     error, about = failure(tmp_path, text, "sim")
-    assert str(error) == f"observer failed: the task's model factory raised {BOOM}{NONE}".format(**about)
+    assert str(error) == f"observer failed: the task's model factory raised {OTHER(kind)}{NONE}".format(**about)
     assert not isinstance(error, TaskFailed) and error.exit_code == 1

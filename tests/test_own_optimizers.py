@@ -19,6 +19,7 @@ import torrential as tt
 from tests.test_contract import PLAIN, WORLDS
 from tests.test_equivalence import assert_equal_models, fresh, plain_loop, small_task
 from torrential.errors import BadInput, RunFailed
+from torrential.params.whole import PER_PARAMETER
 from torrential.strategies import STRATEGIES
 from torrential.strategies.base import needs_servers
 
@@ -28,6 +29,8 @@ STEPS = 20
 
 class ByShape(torch.optim.AdamW):
     """Weight decay for matrices, none for biases: the usual way to set up AdamW."""
+
+    per_parameter = True
 
     def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float = 1.0) -> None:
         given = list(params)
@@ -39,6 +42,8 @@ class ByShape(torch.optim.AdamW):
 class ByMark(torch.optim.SGD):
     """Weight decay but where the model says otherwise."""
 
+    per_parameter = True
+
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         groups: dict[float, list[Tensor]] = {}
         for parameter in params:
@@ -48,6 +53,8 @@ class ByMark(torch.optim.SGD):
 
 class ByPlace(torch.optim.SGD):
     """The later a parameter comes, the faster it learns."""
+
+    per_parameter = True
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         super().__init__([{"params": [p], "lr": lr * (1 + place)} for place, p in enumerate(params)], lr=lr)
@@ -63,6 +70,8 @@ class Clipped(torch.optim.SGD):
 
 class Counting(torch.optim.Optimizer):
     """Keeps a number of Python's, a state that is made anew at every step, and one that only matrices have."""
+
+    per_parameter = True
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -125,6 +134,8 @@ class Tallying(torch.optim.SGD):
 class Late(torch.optim.SGD):
     """Keeps a number in a group that first changes in its sixth step, after any trial."""
 
+    per_parameter = True
+
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         super().__init__(params, lr=lr)
         self.param_groups[0]["recent"] = [0.0]
@@ -139,8 +150,74 @@ class Late(torch.optim.SGD):
         return super().step(closure)
 
 
+class LateClipping(torch.optim.SGD):
+    """Clips the norm of all gradients from its sixth step on, after any trial."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        given = [p for group in self.param_groups for p in group["params"]]
+        for parameter in given:
+            self.state[parameter]["taken"] = self.state[parameter].get("taken", 0) + 1
+        if self.state[given[0]]["taken"] > 5:
+            nn.utils.clip_grad_norm_(given, 0.3)
+        return super().step(closure)
+
+
+class Heir(ByShape):
+    """What its base class says of itself is not inherited."""
+
+
+class Clearing(torch.optim.SGD):
+    """Halves its rate whenever its gradients are cleared."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            group["lr"] /= 2
+        super().zero_grad(set_to_none)
+
+
+class ClearingOfItsOwn(torch.optim.SGD):
+    """The same, put in the place of the method when it is built."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign,assignment,misc]
+
+
+class Regrouping(torch.optim.SGD):
+    """Makes groups anew in a step, the first or the tenth: all of them, or the first."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, when: int, whole: bool) -> None:
+        super().__init__(params, lr=lr)
+        self.when, self.whole = when, whole
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["taken"] = self.state[parameter].get("taken", 0) + 1
+        if self.state[parameter]["taken"] == self.when:
+            if self.whole:
+                self.param_groups = [dict(group) for group in self.param_groups]
+            else:
+                self.param_groups[0] = dict(self.param_groups[0])
+        return super().step(closure)
+
+
+class Freezing(torch.optim.SGD):
+    """Leaves a parameter alone from its sixth step on, by taking it out of its group."""
+
+    def step(self, closure: Any = None) -> Any:
+        given = self.param_groups[0]["params"]
+        for parameter in given:
+            self.state[parameter]["taken"] = self.state[parameter].get("taken", 0) + 1
+        if len(given) > 1 and self.state[given[0]]["taken"] == 6:
+            given.pop()
+        return super().step(closure)
+
+
 class Clipping(torch.optim.SGD):
     """Looks at all gradients together, but only where they are large."""
+
+    per_parameter = True
 
     def step(self, closure: Any = None) -> Any:
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1000.0)
@@ -260,6 +337,27 @@ def test_an_optimizer_that_looks_at_all_tensors_is_not_cut(kind: type[torch.opti
         run(task, tmp_path / "two", "ssp", servers=2)
 
 
+@pytest.mark.parametrize("kind", [LateClipping, Heir])
+@pytest.mark.parametrize("strategy", ["bsp", "ssp"])
+def test_an_optimizer_that_promises_nothing_is_not_cut(
+    strategy: str, kind: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    """No trial shows what it does later: one that clips from the sixth step on was cut, and trained otherwise."""
+    task = task_with(kind)
+    assert_plain(task, run(task, tmp_path / "one", strategy, "sim", servers=1))
+    said = (
+        rf"{kind.__name__} may look at all .* \(servers: 2\); use --servers 1, or write per_parameter = True in class"
+    )
+    with pytest.raises(BadInput, match=said):
+        run(task, tmp_path / "two", strategy, servers=2)
+
+
+def test_torchs_own_classes_are_known() -> None:
+    """A class that a later torch brings is looked at before it is shared out among servers."""
+    own = {c for c in vars(torch.optim).values() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
+    assert {*PER_PARAMETER} == own - {torch.optim.Optimizer, torch.optim.LBFGS}
+
+
 def test_no_more_servers_than_tensors(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="5 servers do not fit 4 tensors, which ByShape needs whole; use --servers 4"):
         run(task_with(ByShape), tmp_path / "run", "ssp", servers=5)
@@ -283,6 +381,28 @@ def test_what_no_server_or_no_run_can_do_is_refused(kind: Any, strategy: str, sa
     with pytest.raises(BadInput, match=said):
         run(task_with(kind), tmp_path / "run", strategy, workers=2)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", [Clearing, ClearingOfItsOwn])
+def test_a_zero_grad_of_ones_own_is_refused(kind: type[torch.optim.Optimizer]) -> None:
+    """No run calls it, so what it does besides would be left out silently."""
+    with pytest.raises(BadInput, match=f"{kind.__name__} has a zero_grad of its own, .*; do in step what it does"):
+        tt.optimizer(kind, lr=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ssp"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_groups_that_are_replaced_are_noticed(whole: bool, strategy: str, tmp_path: Path) -> None:
+    """The run sets the rates of the groups that it knows, and had not looked whether they are still the optimizer's."""
+    for when, kind in ((2, BadInput), (10, RunFailed)):
+        task = small_task(160, optimizer=tt.optimizer(Regrouping, lr=0.02, when=when, whole=whole))
+        with pytest.raises(kind, match="Regrouping replaces groups of its param_groups in a step"):
+            run(task, tmp_path / str(when), strategy, "sim", servers=1 if strategy == "ssp" else None)
+
+
+def test_parameters_that_leave_their_group_are_found_when_the_state_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"Freezing keeps groups\[0\]\['params'\] outside of its state"):
+        run(task_with(Freezing), tmp_path / "run", "allreduce", "sim")
 
 
 @pytest.mark.parametrize("where", ["list", "object", "group", "state"])

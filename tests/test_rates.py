@@ -54,6 +54,8 @@ class Scheduled(torch.optim.SGD):
 class Late(torch.optim.SGD):
     """Its rate falls at the tenth step, long after it was tried."""
 
+    per_parameter = True
+
     def step(self, closure: Any = None) -> Any:
         found = super().step(closure)
         for group in self.param_groups:
@@ -66,6 +68,8 @@ class Late(torch.optim.SGD):
 
 class Biases(torch.optim.SGD):
     """Biases learn three times as fast."""
+
+    per_parameter = True
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         given = list(params)
@@ -148,4 +152,4 @@ def test_what_is_tried_leaves_random_numbers_as_they_were() -> None:
     layout, before = plan(nn.Linear(3, 2), 1 << 20), torch.get_rng_state()
     form = form_of(tt.optimizer(Biases, lr=0.1), layout)
     assert torch.equal(torch.get_rng_state(), before)
-    assert form.separable and form.obeys and form.outside is None and not form.draws
+    assert form.divisible and form.obeys and form.outside is None and not form.draws

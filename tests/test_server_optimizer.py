@@ -108,6 +108,8 @@ SHAPES = [(3, 4), (5,), (2, 3, 2)]
 class Counted(torch.optim.Optimizer):
     """By shape and by a count of Python's; its state is made anew at every step, and it changes its gradients."""
 
+    per_parameter = True
+
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 

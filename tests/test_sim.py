@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import torrential as tt
 from torrential import checkpoint as checkpoints
-from torrential.errors import BadInput, RunFailed
+from torrential.errors import BadInput, RunFailed, Terminated
 from torrential.records import RECORDS, Event, Step, read_records
 from torrential.strategies import STRATEGIES
 from torrential.strategies.base import needs_servers
@@ -116,19 +116,21 @@ def test_faults_that_are_over_do_not_strike_again_when_a_run_is_resumed(tmp_path
     assert after == [("slow-link", None), ("worker_lost", 2)]  # before the workers first met
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "ssp"])
-def test_an_interrupt_is_no_failure_of_the_role_that_it_finds_at_work(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "kind"), [("allreduce", KeyboardInterrupt), ("ssp", Terminated)])
+def test_an_interrupt_is_no_failure_of_the_role_that_it_finds_at_work(
+    strategy: str, kind: type[BaseException], tmp_path: Path
+) -> None:
     calls = 0
 
     def loss(outputs: Any, targets: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 30:
-            raise KeyboardInterrupt
+            raise kind(15)
         return F.cross_entropy(outputs, targets)
 
     task = replace(digits(), loss=loss)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(kind):
         tt.train(task, strategy, workers=4, world="sim", out=tmp_path / "run", device="cpu", progress=False)
 
 

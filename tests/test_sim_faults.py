@@ -22,7 +22,7 @@ from torrential.server import ring
 from torrential.server.consistency import ALWAYS, Consistency
 from torrential.server.shard import Shard
 from torrential.strategies import STRATEGIES
-from torrential.testing.__main__ import app
+from torrential.testing.command import app
 from torrential.testing.schedule import draw
 from torrential.testing.sweep import Failure, check, outcome, outcomes
 from torrential.worlds.sim.cluster import Fault, make_cluster

@@ -19,6 +19,7 @@ from made_up import config, write_run
 from torrential import run, streams
 from torrential.records import Evaluation, Summary, read_records
 from torrential.terminal import standard_error
+from torrential.testing.command import main
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -124,6 +125,28 @@ def test_commands_that_print_end_as_others_do_when_nobody_reads(words: str, tmp_
     said = err.read_text()
     assert "Traceback" not in said and "error" not in said
     assert words == "report RUN" or said == ""
+
+
+def sweep(err: str) -> None:
+    for number, path in ((1, "/dev/full"), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = ["python -m torrential.testing", "--seed", "3"]
+    main()
+
+
+@pytest.mark.parametrize("words", ["--show-completion bash", "--help", "python -m torrential.testing"])
+def test_what_is_lost_to_a_full_disk_is_said_by_whatever_prints(words: str, tmp_path: Path) -> None:
+    err = tmp_path / "err"
+    if words.startswith("python"):
+        process = CONTEXT.Process(target=sweep, args=(str(err),))
+        process.start()
+        process.join(60)
+        code = process.exitcode
+    else:
+        code = Command(words.split(), Path("/dev/full"), err).wait(60)
+    said = err.read_text().splitlines()
+    assert (code, len(said)) == (1, 1), said
+    assert said[0].startswith("error: standard output: No space left on device; write it elsewhere")
 
 
 def test_a_study_goes_on_when_nobody_reads(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from torrential.optim.base import GroupOptimizer, check_fraction, check_positive
 class VelocitySGD(GroupOptimizer):
     """The last rate is part of each parameter's state, so that the correction outlives a checkpoint."""
 
+    per_parameter = True
+
     def __init__(
         self, params: ParamsT, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, correct: bool = True
     ) -> None:

@@ -1,24 +1,6 @@
 """`python -m torrential` is the same as `torrential`: it imports nothing from the current directory."""
 
-import os
-import sys
-
-
-def drop_current_directory() -> None:
-    """Take back what `python -m` has put before everything else on the search path. Where this package itself was found
-    in the current directory, and may be nowhere else, that comes last."""
-    if sys.flags.safe_path:
-        return
-    try:
-        here = os.getcwd()
-    except FileNotFoundError:  # it was removed, and so is on no path
-        return
-    if sys.path[0] != here:
-        return
-    del sys.path[0]
-    if os.path.dirname(os.path.dirname(os.path.abspath(__file__))) == here and here not in sys.path:
-        sys.path.append(here)
-
+from torrential.search_path import drop_current_directory
 
 if __name__ == "__main__":
     drop_current_directory()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import sys
@@ -16,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from torrential import completion, descriptors, processes, streams
-from torrential.errors import BadInput, TorrentialError
+from torrential.errors import INTERRUPTS, BadInput, Terminated, TorrentialError
 from torrential.study import command as studies
-from torrential.terminal import Terminal, printable, printable_json
+from torrential.terminal import Terminal, check_output, printable, printable_json
 from torrential.version import __version__
 from torrential.worlds.local.launch import Launch
 
@@ -36,10 +35,6 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure torrential itself on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 _err = Terminal(stderr=True)
-
-
-class Terminated(BaseException):
-    """SIGTERM as an exception, so that everything is cleaned up on the way out."""
 
 
 @app.command(
@@ -160,7 +155,7 @@ def train(
         try:
             began = time.monotonic()
             result = run.execute(job, launch, lambda j: run.show_progress(j, _err))
-        except (KeyboardInterrupt, Terminated):
+        except INTERRUPTS:
             onward = f"torrential train --resume {job.directory}"
             _err.print(f"stopped; go on with: {onward}", highlight=False, soft_wrap=True)
             raise
@@ -346,20 +341,15 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     code, finished = processes.run_in_child(carry_out)
     if code < 0:
-        _fail(f"the command was ended by {signal.Signals(-code).name}; what a run had recorded is in its directory")
+        _err.fail(f"the command was ended by {signal.Signals(-code).name}; what a run had recorded is in its directory")
         code = 128 - code
     elif not finished:
-        _fail(
+        _err.fail(
             f"the task's code ended the command before it was done (exit status {code}, as by os._exit); look for that "
             "in the model, the loss, the data sets and what they import"
         )
         code = 1
     os._exit(code)  # this process has nothing to take down
-
-
-def _fail(message: str) -> None:
-    _err.show_cursor(True)  # which a display that was cut short has hidden
-    _err.print(f"[red]error:[/red] {_escape(message)}", highlight=False, soft_wrap=True)
 
 
 def carry_out() -> int:
@@ -371,16 +361,17 @@ def carry_out() -> int:
         with descriptors.explained():
             code = app(standalone_mode=False) or 0
     except TorrentialError as error:
-        _fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
+        _err.fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
         code = error.exit_code
     except SystemExit as end:
         from torrential.usercode import place_of, refuse_exit
 
-        if not place_of(end):  # what a shell asks for its completion ends like this
-            raise
-        refused = refuse_exit(end)
-        _fail(str(refused))
-        code = refused.exit_code
+        if place_of(end):
+            refused = refuse_exit(end)
+            _err.fail(str(refused))
+            code = refused.exit_code
+        else:  # what a shell asks for its completion ends like this
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except typer.Abort:
         code = 130
     except KeyboardInterrupt:
@@ -388,33 +379,23 @@ def carry_out() -> int:
     except Terminated as end:
         code = 128 + int(end.args[0])
     except ImportError as error:  # what modules in C++ make of a signal that comes while they are loaded
-        if not isinstance(error.__cause__, KeyboardInterrupt | Terminated):
+        if not isinstance(error.__cause__, INTERRUPTS):
             raise
         code = 130 if isinstance(error.__cause__, KeyboardInterrupt) else 128 + int(error.__cause__.args[0])
     except OSError as error:  # a directory that cannot be written to, a name that is too long
         if error.filename is None:
             raise
-        _fail(f"{error.filename}: {error.strerror}")
+        _err.fail(f"{error.filename}: {error.strerror}")
         code = 1
     except Exception as error:
         if type(error).__module__.startswith(("click", "typer")) and hasattr(error, "format_message"):
             if text := _usage(error):  # none where the help itself was the answer
-                _fail(text)
+                _err.fail(text)
             code = 2
         else:
             raise
-    return code or _check_output()
-
-
-def _check_output() -> int:
-    """The exit code where all went well but standard output could not take what it was given."""
-    lost = streams.why_lost(sys.stdout)
-    if lost is None:
-        return 0
-    if lost.errno == errno.EPIPE:
-        return 128 + signal.SIGPIPE
-    _fail(f"standard output: {lost.strerror}; write it elsewhere (the records of a run are complete all the same)")
-    return 1
+    sys.stdout.flush()  # whoever leaves with a code does so at once
+    return code or check_output(_err, " (the records of a run are complete all the same)")
 
 
 def _check_arguments() -> None:
@@ -431,9 +412,3 @@ def _usage(error: Any) -> str:
     message = str(error.format_message())
     errors = getattr(error.__cause__, "errors", None)
     return message if errors is None else f"{message} (given: {errors()[0]['input']!r})"
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -22,6 +22,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+
+class Terminated(BaseException):
+    """SIGTERM as an exception, so that everything is cleaned up on the way out."""
+
+
+INTERRUPTS = (KeyboardInterrupt, Terminated)
+"""What ends a program from outside. Anything else, BaseException or not, is the failure of the code that raised it."""
+
 FEW = 12  # names that are read at a glance
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -89,11 +90,21 @@ def optimizer(kind: str | type[torch.optim.Optimizer], *, lr: float, **options: 
         raise BadInput(f"an optimizer is a name or a class of torch.optim (got {cls!r}); try optimizer('sgd', lr=0.1)")
     spec = OptimizerSpec(cls, lr, options)
     try:
-        spec.build([nn.Parameter(torch.zeros(2, 2))])
+        built = spec.build([nn.Parameter(torch.zeros(2, 2))])
     except Exception as error:
         given = ", ".join(f"{name}={value!r}" for name, value in {"lr": lr, **options}.items())
         raise BadInput(f"torch.optim refuses {cls.__name__}({given}): {error}; correct the option") from error
+    if _has_own_zero_grad(built):
+        raise BadInput(
+            f"{cls.__name__} has a zero_grad of its own, which no run calls, since gradients are new in every step; do "
+            "in step what it does, and leave zero_grad as it is in torch.optim.Optimizer"
+        )
     return spec
+
+
+def _has_own_zero_grad(built: torch.optim.Optimizer) -> bool:
+    method = getattr(built.zero_grad, "__func__", built.zero_grad)
+    return inspect.unwrap(method) is not inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
 
 @functools.cache

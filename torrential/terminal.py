@@ -6,11 +6,14 @@ terminal obeys what it finds in them: an escape sequence moves the cursor, hides
 
 from __future__ import annotations
 
+import errno
 import re
+import signal
 import sys
 from collections.abc import Iterable
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.markup import escape
 from rich.segment import Segment
 
 from torrential import streams
@@ -27,6 +30,23 @@ class Terminal(Console):
         """Everything that is printed is rendered here; rich adds its own commands afterwards, or marks them."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    def fail(self, message: str) -> None:
+        """Print why a command fails, after whatever a display that was cut short has left."""
+        self.show_cursor(True)  # which it has hidden
+        self.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
+
+
+def check_output(err: Terminal, remark: str = "") -> int:
+    """The exit code of a program for which all went well: 0 if standard output has taken what it was given; 141 if that
+    is a pipe that was closed, as of any program that SIGPIPE ends; else 1, and `err` says why."""
+    lost = streams.why_lost(sys.stdout)
+    if lost is None:
+        return 0
+    if lost.errno == errno.EPIPE:
+        return 128 + signal.SIGPIPE
+    err.fail(f"standard output: {lost.strerror}; write it elsewhere{remark}")
+    return 1
 
 
 def standard_error() -> Terminal:

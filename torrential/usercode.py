@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torrential.errors import BadInput, TaskFailed, TorrentialError
+from torrential.errors import INTERRUPTS, BadInput, TaskFailed, TorrentialError
 
 _loading: ContextVar[Path | None] = ContextVar("loading", default=None)  # the task file that is being imported
 _OURS = (f"{Path(__file__).parent}/", f"{sysconfig.get_path('stdlib')}/", "<")
@@ -41,7 +41,7 @@ class calling:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception | SystemExit) and not isinstance(error, TorrentialError):
+        if error is not None and not isinstance(error, (TorrentialError, *INTERRUPTS)):
             raise failed(f"{self._whose}'s {self._part} raised", error, self._made_by) from error
 
 

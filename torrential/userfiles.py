@@ -19,7 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-from torrential.errors import BadInput, TorrentialError
+from torrential.errors import INTERRUPTS, BadInput, TorrentialError
 from torrential.usercode import failed, loading, place_of
 
 FILE_MODULE = "torrential_file_"  # how the names of such modules begin
@@ -78,12 +78,12 @@ def users_own(path: Path, function: Callable[..., Any], *args: Any) -> Any:
     try:
         with loading(path):
             return function(*args)
-    except (Exception, SystemExit) as error:
+    except (TorrentialError, *INTERRUPTS) as error:
         if isinstance(error, BadInput):
             place = place_of(error)
             raise BadInput(f"{place and f'{place}: '}{error}") from error
-        if isinstance(error, TorrentialError):
-            raise
+        raise
+    except BaseException as error:
         raise failed(f"{path} cannot be loaded:", error) from error
 
 

@@ -21,6 +21,8 @@ from torrential.optim.base import GroupOptimizer, check_fraction, check_positive
 class LAMB(GroupOptimizer):
     """Groups with layerwise=False (biases, norm layers) have the ratio 1; every group may have its own weight decay."""
 
+    per_parameter = True
+
     def __init__(
         self,
         params: ParamsT,

@@ -2,7 +2,7 @@
 
 A group that was given a rate of its own when the optimizer was built keeps its ratio to the base rate. An optimizer
 that changes a rate by itself, as with a schedule of its own, is found out after the step in which it does: the next
-step would undo the change.
+step would undo the change. So is one that makes new groups: their rates would be nobody's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Rates:
     """The rates of one optimizer. `base` is the rate that it was built with."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, base: float) -> None:
-        self._optimizer, self._groups = optimizer, optimizer.param_groups
+        self._optimizer, self._groups = optimizer, list(optimizer.param_groups)
         self._ratios = [float(group.get("lr", base)) / base for group in self._groups]
         self._rate = math.nan
         self._given: list[float] = []
@@ -32,7 +32,14 @@ class Rates:
             group["lr"] = given
 
     def check(self) -> None:
-        """Raise RunFailed if a group has another rate than it was given. To be called after a step."""
+        """Raise RunFailed if a group has another rate than it was given, or is another one. To be called after a
+        step."""
+        now = self._optimizer.param_groups
+        if len(now) != len(self._groups) or any(a is not b for a, b in zip(now, self._groups, strict=True)):
+            raise RunFailed(
+                f"{type(self._optimizer).__name__} replaces groups of its param_groups in a step, where the run's "
+                "schedule would not reach them; change the groups that it was built with, in place"
+            )
         for group, given in zip(self._groups, self._given, strict=True):
             if group["lr"] != given:
                 found = _listed([group["lr"] for group in self._groups])

@@ -10,6 +10,9 @@ for it to be cut, kept or resumed is not assumed but tried:
                (and with gradients 10,000 times as large, and as small: it may clip)
     resumed    two steps, and the third by a new optimizer with the old state  is its state all that it keeps?
     slowed     the third step at half the rate                                 does it notice the run's schedule?
+
+No trial shows what an optimizer does in its hundredth step. So servers share out the tensors of a class only if that
+class is known to step each tensor by itself, or says so (`per_parameter = True`), and the trial agrees.
 """
 
 from __future__ import annotations
@@ -34,6 +37,25 @@ _SIZES = (1.0, 1e4, 1e-4)  # of gradients: one that clips them may look at all o
 _MOST = 3  # elements along each dimension of a tensor that is tried
 _ROUNDINGS = 16  # of the dtype: how far apart two ways to compute the same may come
 
+# These very classes step each tensor by itself: so does each of their algorithms, in all its kernels. LBFGS is missing,
+# which looks at all of them. A subclass may do anything.
+PER_PARAMETER = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adafactor,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.Muon,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+    torch.optim.SparseAdam,
+)
+
 DRAWS = "{name} draws random numbers, which differ from worker to worker (workers: {workers}); use --workers 1"
 
 Number = type | torch.dtype  # what kind of number a state is: one of Python's types, or a tensor's dtype
@@ -47,10 +69,16 @@ class Form:
     elements: Mapping[int, tuple[str, ...]]  # by entry: states with one value for each of its elements
     numbers: Mapping[str, Number]  # states that are one number
     others: str | None  # what servers cannot keep of its state, in words; None: nothing
-    separable: bool  # whether the steps of a tensor depend on that tensor alone
+    separable: bool  # whether the steps of a tensor depended on that tensor alone, in the trial
+    per_parameter: bool  # whether its class is known to be so in every step, or says so
     outside: str | None  # what its steps may depend on besides its state; None: nothing
     obeys: bool  # whether it notices that the rate of a group has changed
     draws: bool  # whether it draws random numbers
+
+    @property
+    def divisible(self) -> bool:
+        """Whether servers may share the tensors out."""
+        return self.separable and self.per_parameter
 
     def names(self) -> list[str]:
         """Of the states with one value for each element, over all tensors."""
@@ -142,6 +170,7 @@ def _try(spec: OptimizerSpec, entries: list[Entry], device_type: str) -> Form:
         numbers=_numbers(together),
         others=_others(together),
         separable=_separable(spec, entries, device_type),
+        per_parameter=_is_per_parameter(spec.kind),
         outside=_outside(spec, entries, device_type, together),
         obeys=not slowed.equals(together),
         draws=draws,
@@ -205,7 +234,9 @@ def _values_outside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any
             yield from _inside(name, value, seen)
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            if key not in ("lr", "params"):
+            if key == "params":
+                yield f"groups[{number}]['params']", len(value)
+            elif key != "lr":
                 yield from _inside(f"groups[{number}][{key!r}]", value, seen)
     for owner, value in cast("Mapping[object, Any]", optimizer.state).items():
         if not torch.is_tensor(owner):
@@ -240,6 +271,12 @@ def _separable(spec: OptimizerSpec, entries: list[Entry], device_type: str) -> b
         if not all(_alike(a.parameters[0], b) for a, b in zip(alone, together.parameters, strict=True)):
             return False
     return True
+
+
+def _is_per_parameter(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether this very class is known, or says, to step each tensor by itself: what it says is not inherited, for a
+    subclass may have another step."""
+    return kind in PER_PARAMETER or vars(kind).get("per_parameter") is True
 
 
 def is_number(value: object) -> bool:

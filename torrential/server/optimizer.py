@@ -109,7 +109,7 @@ def bounds(layout: Layout, spec: OptimizerSpec) -> list[int] | None:
     form = _form(layout, spec)
     if form is None:
         return None
-    return [entry.start for entry in layout.entries] if form.separable else [0]
+    return [entry.start for entry in layout.entries] if form.divisible else [0]
 
 
 def _form(layout: Layout, spec: OptimizerSpec) -> Form | None:

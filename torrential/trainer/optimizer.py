@@ -47,10 +47,16 @@ def _check_served(servers: int, spec: OptimizerSpec, layout: Layout) -> None:
     if cuts is None or servers <= len(set(cuts)):
         return
     name, tensors = spec.kind.__name__, len(layout.entries)
-    if len(set(cuts)) == 1 < tensors:
+    form = form_of(spec, layout)
+    if tensors > 1 and not form.separable:
         raise BadInput(
             f"{name} looks at all parameters together, so servers cannot share them out (servers: {servers}); "
             "use --servers 1"
+        )
+    if tensors > 1 and not form.per_parameter:
+        raise BadInput(
+            f"{name} may look at all parameters together, so servers do not share them out (servers: {servers}); use "
+            f"--servers 1, or write per_parameter = True in class {name} if it always steps each parameter by itself"
         )
     raise BadInput(
         f"{servers} servers do not fit {len(set(cuts))} tensors, which {name} needs whole; "

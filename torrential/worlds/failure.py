@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from torrential.errors import Diverged, RunFailed, TaskFailed, TorrentialError, WorkerFailed
+from torrential.errors import INTERRUPTS, Diverged, RunFailed, TaskFailed, TorrentialError, WorkerFailed
 from torrential.usercode import in_words, place_of, trace_of
 
 
@@ -62,7 +62,9 @@ def attributed(role: str, directory: Path) -> Iterator[None]:
     """Whatever is raised in this block is the failure of a role."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except INTERRUPTS:
+        raise
+    except BaseException as error:  # user code may raise anything
         raise failed(role, describe(error), directory) from error
 
 

@@ -55,7 +55,7 @@ class Computing:
                     grad.copy_(parameter.grad)
             if not copied(self._slots.buffers[slot], list(self._model.buffers())):
                 return FAILED
-        except Exception:  # a user's task may raise anything; it is raised again where it is seen
+        except BaseException:  # a user's task may raise anything; it is raised again where it is seen
             return FAILED
         return losses, sorted(set(self._early)), self._reached, used
 
@@ -77,7 +77,7 @@ def main(line_fd: int, memory_fd: int, pickle_fd: int, tensor_fd: int) -> None:
             task = unpack(pickle_fd, tensor_fd)
             torch.set_num_threads(welcome.config.settings.threads or 1)
             hand = Computing(task, welcome, memory_fd)
-        except Exception as error:  # a user's task may raise anything
+        except BaseException as error:  # a user's task may raise anything
             return line.send_bytes(encode(describe(error).text))
         line.send_bytes(encode(None))
         while True:

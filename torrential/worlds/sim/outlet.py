@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from torrential.comm.protocol import OBSERVER
+from torrential.errors import INTERRUPTS
 from torrential.membership.messages import OwnBuffers
 from torrential.membership.roles import Who
 from torrential.records import Evaluation, Record
@@ -35,13 +36,17 @@ class SimObserving(Observing):
         try:
             self.hear(message, tensors)
             self.work()
-        except (Exception, SystemExit) as error:
+        except INTERRUPTS:
+            raise
+        except BaseException as error:  # user code may raise anything
             self._fail(error)
 
     def end(self) -> None:
         try:
             self.close()
-        except (Exception, SystemExit) as error:
+        except INTERRUPTS:
+            raise
+        except BaseException as error:  # user code may raise anything
             self._fail(error)
 
     def tell(self, message: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torrential.comm.protocol import SERVERS, role_name, role_of
-from torrential.errors import RunFailed
+from torrential.errors import INTERRUPTS, RunFailed
 from torrential.membership.machine import Membership
 from torrential.membership.messages import Filled, Ready
 from torrential.membership.roles import Who
@@ -179,7 +179,7 @@ class _Run:
         if not self._kernel.failures:
             return
         role, error = self._kernel.failures[0]
-        if not isinstance(error, Exception | SystemExit):  # an interrupt, which came while this role was at work
+        if isinstance(error, INTERRUPTS):  # it came while this role was at work
             raise error
         step = self._contexts[role].step + 1 if role in self._contexts else None
         raise failed(role, describe(error, step), self._job.directory) from error
