@@ -4,20 +4,20 @@ Each strategy is trained four times, with another seed each time, and they take 
 all times and the verdict: how many times sooner one was, with a confidence interval, or that no difference was seen.
 """
 
-import json
-import subprocess
-import sys
+import torrential as tt
 
-command = [sys.executable, "-m", "torrential", "compare", "digits", "--json"]
-question = ["--strategies", "allreduce,downpour", "--workers", "2", "--target", "0.9", "--trials", "4"]
-situation = ["--set", "slow=1:4", "--set", "evaluate_every=5"]
-
-done = subprocess.run([*command, *question, *situation], stdout=subprocess.PIPE, text=True, check=True)
-study = json.loads(done.stdout.splitlines()[-1])
+verdict = tt.compare(
+    "digits",
+    [tt.AllReduce(), tt.Downpour()],
+    workers=2,
+    target=0.9,
+    trials=4,
+    slow="1:4",
+    evaluate_every=5,
+)
 
 print()
-for entry in study["entries"]:
-    times = ", ".join("never" if seconds is None else f"{seconds:.2f}" for seconds in entry["times"])
-    reached = f"{entry['reached']} of {entry['trials']} runs reached {study['target']:.0%}"
-    print(f"{entry['name']:10} {reached}, after {times} s")
-print(*study["verdict"], sep="\n")
+for entry in verdict.entries:
+    times = ", ".join(f"{seconds:.2f}" for seconds in entry.times)
+    print(f"{entry.name:10} {entry.reached} of {entry.trials} runs reached {verdict.target:.0%}, after {times} s")
+print(verdict)
