@@ -243,6 +243,38 @@ def test_they_are_listed_and_explained(package: Path, main_here: Any) -> None:  
         assert "accumulate=1" in own and own.count("=") == 4 and "One worker with accumulate=k" in own
 
 
+class Odd(tt.AllReduce, kw_only=True):
+    names: list[str] = []
+    rates: tuple[float, ...] = (0.5, 0.25)
+    either: int | str | None = None
+    must: dict[str, int]
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ({"names": "a,b"}, {"names": ["a", "b"]}),
+        ({"rates": "1,2"}, {"rates": (1.0, 2.0)}),
+        ({"either": "x"}, {"either": "x"}),
+        ({"rates": "x"}, "rates must be a list of numbers, as in 0.5,0.75 (given: 'x')"),
+        ({"must": "x"}, "must must be dict[str, int] (given: 'x')"),
+    ],
+)
+def test_options_of_any_kind_are_made_and_explained(given: dict[str, Any], made: Any) -> None:
+    assert {option.name: option.default for option in explain(Odd) if option.default} == {
+        "accumulate": "1",
+        "overlap": "true",
+        "rates": "0.5,0.25",
+    }
+    found = resolve_strategy(Odd)
+    if isinstance(made, str):
+        with pytest.raises(BadInput) as error:
+            found.make({"must": {}} | given)
+        assert str(error.value) == made
+    else:
+        assert found.make({"must": {}} | given) == Odd(**{"must": {}} | made)
+
+
 # -- options have one owner -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("field", "owner"),

@@ -288,7 +288,8 @@ def _print_options(options: Iterable[Option]) -> None:
         default = f"={option.default}" if option.default else ""
         choices = f"  ({' | '.join(option.choices)})" if option.choices else ""
         print(head.fill(f"{option.name}{default}{choices}"))
-        print(body.fill(option.about))
+        if option.about:
+            print(body.fill(option.about))
 
 
 @app.callback(invoke_without_command=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
-from msgspec.inspect import FloatType, IntType, NoneType, Type, UnionType, VarTupleType, type_info
+from msgspec.inspect import FloatType, IntType, ListType, NoneType, StrType, Type, UnionType, VarTupleType, type_info
 
 from torrential.errors import BadInput
 
@@ -31,7 +31,7 @@ def make(kind: type[S], given: dict[str, Any]) -> S:
 
 
 def _convert(name: str, given: Any, kind: Any) -> Any:
-    a_list = isinstance(_type(kind), VarTupleType) and isinstance(given, str | int | float)
+    a_list = isinstance(_type(kind), VarTupleType | ListType) and isinstance(given, str | int | float)
     try:
         value = msgspec.convert(str(given).split(",") if a_list else given, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -45,10 +45,11 @@ def _convert(name: str, given: Any, kind: Any) -> Any:
 
 
 def _type(kind: Any) -> Type:
-    """Of a field; where it may be left out, of what it is if it is not."""
+    """The type of a field; where it may also be None, the other type that it may have."""
     info = type_info(kind)
     if isinstance(info, UnionType):
-        (info,) = (one for one in info.types if not isinstance(one, NoneType))
+        others = [one for one in info.types if not isinstance(one, NoneType)]
+        return others[0] if len(others) == 1 else info
     return info
 
 
@@ -67,9 +68,13 @@ def _wanted(kind: Any) -> str:
             return "a whole number" + ("" if least is None else f" of at least {least}")
         case FloatType(gt=above):
             return "a number" + ("" if above is None else f" above {above:g}")
-        case VarTupleType():
+        case VarTupleType(item_type=FloatType() | IntType()) | ListType(item_type=FloatType() | IntType()):
             return "a list of numbers, as in 0.5,0.75"
-    return "text"
+        case VarTupleType() | ListType():
+            return "a list, as in a,b"
+        case StrType():
+            return "text"
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
 
 
 # -- for a user to read -----------------------------------------------------------------------------------------------
@@ -87,7 +92,8 @@ def explain(kind: type[msgspec.Struct]) -> Iterator[Option]:
         if issubclass(base, msgspec.Struct) and base is not msgspec.Struct:
             about |= _strings_below_fields(base)
     for field in msgspec.structs.fields(kind):
-        yield Option(field.name, _text(field.default), _choices(field.type), about.get(field.name, ""))
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        yield Option(field.name, _text(default), _choices(field.type), about.get(field.name, ""))
 
 
 def _strings_below_fields(kind: type[msgspec.Struct]) -> dict[str, str]:
@@ -107,12 +113,12 @@ def _strings_below_fields(kind: type[msgspec.Struct]) -> dict[str, str]:
 
 def _text(default: Any) -> str:
     match default:
-        case None:
+        case None | msgspec.NODEFAULT:
             return ""
         case bool():
             return str(default).lower()
         case float():
             return f"{default:g}"
-        case tuple():
-            return ",".join(f"{number:.3g}" for number in default)
+        case tuple() | list():
+            return ",".join(f"{item:.3g}" if isinstance(item, float) else str(item) for item in default)
     return str(default)
