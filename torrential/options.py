@@ -74,7 +74,7 @@ def _wanted(kind: Any) -> str:
             return "a list, as in a,b"
         case StrType():
             return "text"
-    return str(getattr(kind, "__name__", kind))
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
 
 
 # -- for a user to read -----------------------------------------------------------------------------------------------
