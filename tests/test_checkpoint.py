@@ -156,8 +156,8 @@ def test_when_none_is_good_each_is_named(tmp_path: Path) -> None:
 def test_another_format_is_not_read(tmp_path: Path) -> None:
     path = save(tmp_path, make(1))
     state = path / "state.json"
-    state.write_bytes(state.read_bytes().replace(b'"format": 1', b'"format": 2'))
-    with pytest.raises(CheckpointDamaged, match="format 2, and this version reads 1"):
+    state.write_bytes(state.read_bytes().replace(b'"format": 2', b'"format": 3'))
+    with pytest.raises(CheckpointDamaged, match="format 3, and this version reads 2"):
         load(path)
 
 

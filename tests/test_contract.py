@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,20 @@ PLAIN: dict[str, dict[str, Any]] = {  # options with which one worker does what 
     "ssp": {},
     "backup": {"backups": 0},
     "downpour": {"server": "task"},
+    "ddp": {},
 }
 JOINED: dict[str, dict[str, Any]] = {  # ... and with which many are one with a large batch
     "allreduce": {},
     "bsp": {},
     "ssp": {"staleness": 0},
     "backup": {"backups": 0},
+    "ddp": {},
 }
+
+
+def pairs(strategies: Iterable[str]) -> list[tuple[str, str]]:
+    """Each of the strategies in each world that it runs in."""
+    return [(name, world) for name in strategies for world in STRATEGIES[name].worlds]
 
 
 def train(
@@ -58,7 +66,7 @@ def test_the_table_is_complete() -> None:
     assert PLAIN.keys() == STRATEGIES.keys()
 
 
-@pytest.fixture(scope="module", params=[(s, w) for s in STRATEGIES for w in WORLDS], ids="-".join)
+@pytest.fixture(scope="module", params=pairs(STRATEGIES), ids="-".join)
 def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tt.TrainResult:
     strategy, world = request.param
     return train(tmp_path_factory.mktemp("run") / "run", world, strategy, workers=2, epochs=EPOCHS)
@@ -97,24 +105,21 @@ def test_workers_say_where_their_time_went(result: tt.TrainResult) -> None:
         assert sum(s.compute for s in mine) > 0
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("strategy", PLAIN)
+@pytest.mark.parametrize(("strategy", "world"), pairs(PLAIN))
 def test_one_worker_is_a_plain_loop(strategy: str, world: str, task: tt.Task, tmp_path: Path) -> None:
     alone = train(tmp_path / "run", world, strategy, 1, steps=20, lr=0.05, **PLAIN[strategy])
     assert alone.summary.steps == 20
     assert_equal_models(alone.model, plain(task, task.batch_size, 20), TOLERANCE)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("strategy", PLAIN)
+@pytest.mark.parametrize(("strategy", "world"), pairs(PLAIN))
 def test_one_worker_is_a_plain_loop_in_half_precision(strategy: str, world: str, tmp_path: Path) -> None:
     task = half_task(torch.bfloat16)
     alone = train(tmp_path / "run", world, strategy, 1, task, steps=20, **PLAIN[strategy])
     assert_equal_models(alone.model, half_loop(task, task.batch_size), 0.0)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("strategy", JOINED)
+@pytest.mark.parametrize(("strategy", "world"), pairs(JOINED))
 def test_workers_that_wait_for_one_another_are_one_large_batch(
     strategy: str, world: str, task: tt.Task, tmp_path: Path
 ) -> None:

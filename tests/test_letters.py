@@ -515,8 +515,8 @@ class Writing(Strategy, frozen=True, kw_only=True):
     name: ClassVar[str] = "writing"
     summary: ClassVar[str] = "writes to all others"
 
-    def worker(self, ctx: Any) -> None:
-        ctx.join(lambda _: None)
+    def worker(self, ctx: Context) -> None:
+        ctx.comm.regroup(lambda: 0)
         others = {rank for rank in ctx.comm.view.workers if rank != ctx.comm.rank}
         for rank in sorted(others):
             ctx.comm.post(rank, pull(ctx.comm.rank), [torch.full((3,), float(ctx.comm.rank))])
@@ -526,8 +526,7 @@ class Writing(Strategy, frozen=True, kw_only=True):
             assert letter is not None
             if letter.source >= 0:
                 heard[letter.source] = float(letter.tensors[0].sum())
-        told = Event(event="written", time=ctx.comm.now(), worker=ctx.comm.rank, detail=str(sorted(heard.items())))
-        ctx.outlet.record(told)
+        ctx.progress.note("written", str(sorted(heard.items())))
         ctx.leave()
 
 

@@ -14,8 +14,9 @@ from torrential.trainer.snapshot import Snapshot
 PART = {"mean": torch.zeros(1)}
 
 
-def snapshot(step: int, members: list[int]) -> Snapshot:
-    return Snapshot(step=step, epoch=0, cursor=0, samples=0, time=0.0, members=members, counts=[], final=False)
+def snapshot(step: int, members: list[int], parts: bool = True) -> Snapshot:
+    place = {"step": step, "epoch": 0, "cursor": 0, "samples": 0, "time": 0.0}
+    return Snapshot(**place, members=members, counts={}, final=False, parts=parts)  # type: ignore[arg-type]
 
 
 def given_out(pending: Pending[str]) -> Iterator[tuple[str, list[int], bool]]:
@@ -25,7 +26,7 @@ def given_out(pending: Pending[str]) -> Iterator[tuple[str, list[int], bool]]:
 
 
 def test_a_snapshot_waits_for_the_parts_of_those_that_are_there() -> None:
-    pending: Pending[str] = Pending(needs_parts=True)
+    pending: Pending[str] = Pending()
     pending.part(0, 15, PART)
     pending.add(snapshot(15, [0, 1, 2]), "first")
     pending.part(1, 15, PART)
@@ -36,7 +37,7 @@ def test_a_snapshot_waits_for_the_parts_of_those_that_are_there() -> None:
 
 def test_a_step_that_is_given_again_does_not_wait_for_parts_that_came_with_the_first() -> None:
     """Worker 0 dies after its snapshot; worker 1 gives the same step again, and only then comes worker 2's part."""
-    pending: Pending[str] = Pending(needs_parts=True)
+    pending: Pending[str] = Pending()
     pending.part(0, 15, PART)
     pending.add(snapshot(15, [0, 1, 2]), "first")
     pending.part(1, 15, PART)
@@ -49,7 +50,7 @@ def test_a_step_that_is_given_again_does_not_wait_for_parts_that_came_with_the_f
 
 
 def test_a_new_observer_that_is_told_the_second_one_alone_has_its_parts() -> None:
-    pending: Pending[str] = Pending(needs_parts=True)
+    pending: Pending[str] = Pending()
     for rank in (1, 2):
         pending.part(rank, 15, PART)
     pending.add(snapshot(15, [1, 2]), "first")
@@ -58,7 +59,7 @@ def test_a_new_observer_that_is_told_the_second_one_alone_has_its_parts() -> Non
 
 
 def test_a_worker_that_was_replaced_before_its_part_came_is_not_waited_for() -> None:
-    pending: Pending[str] = Pending(needs_parts=True)
+    pending: Pending[str] = Pending()
     pending.gone(1)
     pending.back(1)
     pending.part(0, 15, PART)
@@ -101,7 +102,7 @@ def interleave(rng: random.Random) -> None:
             for rank in members:
                 streams[rank].append(("part", step))
             streams[members[0]].append((",".join(map(str, members)), step))
-    pending: Pending[str] = Pending(needs_parts=True)
+    pending: Pending[str] = Pending()
     seen = 0
     while any(streams.values()):
         rank = rng.choice([rank for rank, stream in streams.items() if stream])

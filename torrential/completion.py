@@ -23,7 +23,7 @@ def strategies(incomplete: str) -> list[str]:
     """The strategies; also the last one of a list, as in allreduce,ss."""
     from importlib.metadata import entry_points
 
-    names = {file.stem for file in STRATEGIES.glob("*.py")} - {"__init__", "base", "registry"}
+    names = {file.stem for file in STRATEGIES.glob("*.py")} - {"__init__", "base", "context", "registry", "roles"}
     names |= {point.name for point in entry_points(group="torrential.strategies")}
     return _last_of_list(sorted(names), incomplete)
 

@@ -46,7 +46,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
 def draw(seed: int) -> Schedule:
     chance = Random(f"schedule {seed}")
-    strategy = chance.choice(sorted(STRATEGIES))
+    strategy = chance.choice(sorted(name for name, kind in STRATEGIES.items() if "sim" in kind.worlds))
     served = needs_servers(STRATEGIES[strategy])
     workers = chance.randint(1, 5)
     servers = chance.randint(1, 4) if served else 0
