@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import pty
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from command import CONTEXT
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import torrential as tt
 from torrential import opening
+from torrential.comm import wire
 from torrential.errors import BadInput
 from torrential.records import Event, read_records
 from torrential.resolve import Request
+from torrential.worlds.local import messages
+from torrential.worlds.local.link import ORPHANED, Link
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
@@ -151,3 +157,22 @@ def test_decoders_may_be_made_by_several_threads_at_once() -> None:
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", RACE], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=40)
         assert done.returncode == 0
+
+
+def send_to_nobody(err: str) -> None:
+    os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), 2)
+    link = object.__new__(Link)  # without the thread that reads, which would notice as well, sooner or later
+    ours, theirs = socket.socketpair()
+    link._connection, link._sending = wire.Connection(ours, messages.Any), threading.Lock()
+    link.send(messages.Alive())
+    theirs.close()
+    link.send(messages.Alive())
+
+
+def test_a_role_that_has_lost_its_supervisor_ends_without_a_word(tmp_path: Path) -> None:
+    """Found by random kills: when the supervisor was killed, a worker that was sending just then printed a traceback
+    after the command's last line."""
+    process = CONTEXT.Process(target=send_to_nobody, args=(str(tmp_path / "err"),))
+    process.start()
+    process.join(60)
+    assert (process.exitcode, (tmp_path / "err").read_text()) == (ORPHANED, "")

@@ -71,10 +71,10 @@ def test_a_worker_that_was_replaced_before_its_part_came_is_not_waited_for() -> 
 
 @pytest.mark.parametrize("needs_parts", [True, False])
 def test_without_parts_to_wait_for_all_are_given_in_order(needs_parts: bool) -> None:
-    pending: Pending[str] = Pending(needs_parts)
+    pending: Pending[str] = Pending()
     for step in (5, 10, 10, 7):
         pending.part(0, step, PART)
-        pending.add(snapshot(step, [0]), str(step))
+        pending.add(snapshot(step, [0], parts=needs_parts), str(step))
     assert [(name, news) for name, _, news in given_out(pending)] == [
         ("5", True), ("10", True), ("10", False), ("7", False),
     ]  # fmt: skip

@@ -18,6 +18,8 @@ from torrential.comm import wire
 from torrential.errors import RunFailed, WaitedTooLong
 from torrential.worlds.local import messages as m
 
+ORPHANED = 3  # the exit code of a process that has lost its supervisor: there is nothing left to do, and nobody to tell
+
 
 class Link:
     """Sends to the supervisor; a thread sorts what comes from it."""
@@ -36,8 +38,11 @@ class Link:
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
-        with self._sending:
-            self._connection.send(message, tensors)
+        try:
+            with self._sending:
+                self._connection.send(message, tensors)
+        except wire.Closed:
+            os._exit(ORPHANED)
 
     def box(self, *kinds: type) -> queue.SimpleQueue[tuple[Any, list[Tensor]]]:
         """A queue for messages of these kinds, those that came before it was asked for included."""
@@ -73,7 +78,7 @@ class Link:
                         self._unclaimed.append((message, tensors))
                     self.changed.notify_all()
         except (wire.Closed, wire.WireError):
-            os._exit(3)  # without a supervisor there is nothing left to do
+            os._exit(ORPHANED)
 
     def until(self, condition: Callable[[], bool], what: str, timeout: float | None = None) -> None:
         limit = self._timeout if timeout is None else timeout
