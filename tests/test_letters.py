@@ -29,7 +29,7 @@ from torrential.comm import wire
 from torrential.comm.frames import Frames, Piece, frame, reader_of
 from torrential.comm.post import Contact, Greeting, Post
 from torrential.comm.protocol import SERVERS, Letter
-from torrential.config import LocalSettings, RunConfig
+from torrential.config import LocalSettings, RunConfig, SimSettings
 from torrential.errors import RunFailed
 from torrential.records import Event, Record
 from torrential.run import Silent
@@ -609,6 +609,7 @@ def test_workers_that_regroup_have_letters_and_a_view(where: str) -> None:
     job = dataclasses.replace(job, strategy=Writing())
     if where == "sim":
         seen = Witness(3, {})
+        job = dataclasses.replace(job, config=msgspec.structs.replace(job.config, settings=SimSettings(), world="sim"))
         SimWorld(make_cluster({"compute": {"seconds_per_sample": 1e-3}})).run(job, seen, Silent())
     else:
         seen = witness(job, {})
