@@ -36,7 +36,7 @@ from torrential.config import LocalSettings
 from torrential.errors import RunFailed
 from torrential.records import Record
 from torrential.run import Silent
-from torrential.server.client import Client, Pending
+from torrential.server.client import Client, PendingRequest
 from torrential.server.consistency import Consistency
 from torrential.strategies.base import Strategy
 from torrential.strategies.context import Context
@@ -153,7 +153,7 @@ class _Member:
         self._keys = places(self._slot)
         self._whole = [comm.buffer(f"whole-{i}", NUMEL, torch.float64) for i in range(DEPTH)]
         self._into = torch.empty(NUMEL, dtype=torch.float64)
-        self._under_way: deque[tuple[float, Pending]] = deque()
+        self._under_way: deque[tuple[float, PendingRequest]] = deque()
 
     def run(self) -> None:
         self._clock, number = self._client.enter(), 0
@@ -174,7 +174,7 @@ class _Member:
         stop = self._control[Word.STOP]
         return bool(stop) and (self._plan.staleness is None or self._clock >= stop)
 
-    def _send(self, kind: str, number: int, values: Tensor) -> Pending:
+    def _send(self, kind: str, number: int, values: Tensor) -> PendingRequest:
         client, clock = self._client, self._clock
         if kind == "add keys":
             return client.add(values, keys=self._keys)

@@ -110,7 +110,7 @@ def train(
         from torrential.data import find
         from torrential.opening import open_run, resume_run
         from torrential.progress import final_table
-        from torrential.resolve import Request
+        from torrential.resolve import RunRequest
         from torrential.tasks import load_task
 
         find.set_data_dir(data_dir)
@@ -133,7 +133,7 @@ def train(
             raise BadInput("which task? give a built-in name (see 'torrential tasks') or file.py[:name]")
         else:
             loaded = load_task(task)
-            asked = Request(
+            asked = RunRequest(
                 task=loaded,
                 source=task,
                 strategy=strategy or "allreduce",
@@ -199,7 +199,7 @@ def allreduce(
         asked = measuring.ask(workers, sizes or measuring.SIZES, transport, algorithms, rounds, fresh)
         if plot is not None:
             show.check_plot(plot)
-        watching = show.Watching(asked, _err)
+        watching = show.BenchmarkProgress(asked, _err)
         try:
             result = measuring.measure(asked, launch, watching)
         finally:

@@ -39,7 +39,7 @@ STATE_STYLES = {"training": "green", "waiting": "yellow", "lost": "bold red", "f
 Shares = tuple[float, float, float]  # seconds of compute, communicate, wait; recent records weigh more
 
 
-class Progress:
+class ProgressDisplay:
     """A context manager that is told what happens and shows it on `console` (standard error)."""
 
     def __init__(

@@ -2,8 +2,8 @@
 
     | header length, u32 | header: msgpack of Sealed | payload of tensor 0 | payload of tensor 2 | ...
 
-A tensor that lies in memory which the other side can map has no payload: its `Piece` says where it is. Whatever comes
-in, the reader gives frames or raises WireError; it never takes more memory than a frame that has begun asks for.
+A tensor that lies in memory which the other side can map has no payload: its `TensorHeader` says where it is. Whatever
+comes in, the reader gives frames or raises WireError; it never takes more memory than a frame that has begun asks for.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def nowhere(message: Any) -> Sequence[Tensor] | None:
     return None
 
 
-class Piece(wire.Shape, frozen=True, array_like=True):
+class TensorHeader(wire.Shape, frozen=True, array_like=True):
     key: str = ""  # of the registered buffer that it lies in; "": its bytes follow
     offset: int = 0  # of its first byte there
 
 
 class Sealed(msgspec.Struct, Generic[M], array_like=True, frozen=True):
     message: M
-    pieces: list[Piece]
+    pieces: list[TensorHeader]
 
 
 def reader_of(messages: Any) -> Any:
@@ -64,7 +64,7 @@ def frame(message: Any, tensors: Sequence[Tensor], memory: Memory | None) -> tup
     for tensor in tensors:
         place = memory.locate(tensor) if memory is not None else None
         key, offset = place or ("", 0)
-        pieces.append(Piece(_NAMES[tensor.dtype], list(tensor.shape), key, offset))
+        pieces.append(TensorHeader(_NAMES[tensor.dtype], list(tensor.shape), key, offset))
         if place is None and tensor.numel():
             payload.append(wire.raw(tensor.contiguous()))
             nbytes += tensor.nbytes
@@ -189,7 +189,7 @@ class Frames:
         self._missing = [wire.raw(tensor) for tensor, piece in both if not piece.key and tensor.numel()]
         return tensors
 
-    def _view(self, piece: Piece) -> Tensor:
+    def _view(self, piece: TensorHeader) -> Tensor:
         """Another's memory."""
         key = (piece.key, piece.offset, piece.dtype, *piece.sizes)
         view = self._views.get(key)
@@ -209,13 +209,13 @@ class Frames:
         return view
 
 
-def _fit(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> bool:
+def _fit(tensors: Sequence[Tensor], pieces: Sequence[TensorHeader]) -> bool:
     return len(tensors) == len(pieces) and all(
         p.sizes == list(t.shape) and p.dtype == _NAMES[t.dtype] and t.is_contiguous()
         for t, p in zip(tensors, pieces, strict=True)
     )
 
 
-def _fresh(piece: Piece) -> Tensor:
+def _fresh(piece: TensorHeader) -> Tensor:
     wire.check(piece)
     return wire.empty(piece)

@@ -172,7 +172,7 @@ class Comm(Mail, Group, Protocol):
     def check(self) -> None:
         """Raise Regrouped if membership has changed. Waits do this; a role that never waits must."""
 
-    def regroup(self, stand: Callable[[], int]) -> Standing:
+    def regroup(self, stand: Callable[[], int]) -> Agreement:
         """Meet the other members of the newest generation. `stand` is called once all of them have stopped; it
         returns how many steps this one has taken (-1: none, and it has no state yet)."""
 
@@ -193,7 +193,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Standing:
+class Agreement:
     """What a regrouping agreed on: who is in, and whose state is the furthest."""
 
     generation: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torrential.comm.protocol import address_of, role_name, role_of
-from torrential.membership.actions import Action, Kill, Note, Send, Show, Start
+from torrential.membership.actions import Action, Kill, Note, Show, Start, Tell
 from torrential.membership.roles import ROLES, Members, Who
 
 
@@ -129,7 +129,7 @@ class Roll:
 
     # -- what is to be done ---------------------------------------------------------------------------------------
     def send(self, member: Member, message: Any, tensors: Sequence[Any] = ()) -> None:
-        self.actions.append(Send(member.who, message, tensors))
+        self.actions.append(Tell(member.who, message, tensors))
 
     def note(self, event: str, worker: int | None = None, detail: str = "") -> None:
         self.actions.append(Note(event, worker, detail))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torrential.comm.protocol import Comm, Handle, Standing
+from torrential.comm.protocol import Agreement, Comm, Handle
 from torrential.params.layout import Bucket, Layout
 from torrential.task import OptimizerSpec
 
@@ -34,7 +34,7 @@ class Parameters(Protocol):
     def settle(self) -> None:
         """Return when every member's part of the last step can be seen here."""
 
-    def regroup(self, standing: Standing) -> None:
+    def regroup(self, standing: Agreement) -> None:
         """Make the state whole after a change of members. Waits for them."""
 
     def rebuild(self) -> None:

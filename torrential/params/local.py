@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from torrential.comm.protocol import Standing
+from torrential.comm.protocol import Agreement
 from torrential.optim.rates import Rates
 from torrential.params.home import computing_device, dtype_name, is_elementwise
 from torrential.params.layout import Layout
@@ -63,7 +63,7 @@ class LocalParameters:
     def settle(self) -> None:
         """Every step is complete where it was taken."""
 
-    def regroup(self, standing: Standing) -> None:
+    def regroup(self, standing: Agreement) -> None:
         """Those behind receive the parameters from the source."""
 
     def rebuild(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from torrential.comm.protocol import Comm, Handle, Standing
+from torrential.comm.protocol import Agreement, Comm, Handle
 from torrential.errors import RunFailed
 from torrential.optim.rates import Rates
 from torrential.params.home import (
@@ -27,7 +27,7 @@ from torrential.params.home import (
     gradients,
     is_elementwise,
 )
-from torrential.params.layout import Bucket, Entry, Layout
+from torrential.params.layout import Bucket, Layout, ParameterEntry
 from torrential.params.optimizer_state import begin_momentum, restored, states_of
 from torrential.params.whole import DRAWS, Outside, form_of, in_order
 from torrential.task import OptimizerSpec
@@ -117,7 +117,7 @@ class ReplicatedParameters:
         """Every worker has taken the step by itself."""
 
     # -- members come and go ------------------------------------------------------------------------------------
-    def regroup(self, standing: Standing) -> None:
+    def regroup(self, standing: Agreement) -> None:
         """Nothing is shared; those behind receive `tensors` from the source."""
 
     def rebuild(self) -> None:
@@ -182,7 +182,7 @@ def _as_laid_out(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
     return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
 
 
-def _elementwise(key: str, tensor: Tensor, entry: Entry) -> bool:
+def _elementwise(key: str, tensor: Tensor, entry: ParameterEntry) -> bool:
     """Whether a piece of optimizer state has one value per element of its parameter."""
     return tensor.shape == entry.shape and key != "step"
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torrential.comm.protocol import Comm, Handle, Part, Standing
+from torrential.comm.protocol import Agreement, Comm, Handle, Part
 from torrential.comm.shared import MAX_RANKS
 from torrential.optim.rates import Rates
 from torrential.params.home import Finished, Update, counts_steps, dtype_name, flat_gradient, gradients, state_keys
@@ -159,7 +159,7 @@ class SharedParameters:
         self._unsettled = False
 
     # -- members come and go ------------------------------------------------------------------------------------
-    def regroup(self, standing: Standing) -> None:
+    def regroup(self, standing: Agreement) -> None:
         if self.comm.rank == standing.source:
             if self._members and self._last is not None:
                 self._finish_for_the_dead(self._members, self._last)

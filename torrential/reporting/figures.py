@@ -17,7 +17,7 @@ from torrential.reporting import series
 from torrential.reporting.marks import Figure, Key, Trace, entry_keys, outcome, safe, short, time_name, unbroken
 from torrential.study.results import Entry, Run, Study
 
-Works = dict[int, series.Work]  # by id() of the run
+Works = dict[int, series.StepColumns]  # by id() of the run
 
 PART_COLOURS = {"compute": "#0072B2", "communicate": "#E69F00", "wait": "#CC79A7"}
 PART_PATTERNS = {"compute": "", "communicate": "/", "wait": "."}

@@ -47,7 +47,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TimelineTrial:
     """One that the timeline can show."""
 
     id: str
@@ -111,7 +111,7 @@ def render(study: Study) -> str:
     )
 
 
-def figure_sections(study: Study, works: dict[int, series.Work]) -> list[Section]:
+def figure_sections(study: Study, works: dict[int, series.StepColumns]) -> list[Section]:
     """In the page's order; what a study has no records for has no section."""
     items = entry_keys(study)
     groups = keys((name for name, _ in scaling.scaling_groups(study)), "s")
@@ -147,9 +147,9 @@ def figure_sections(study: Study, works: dict[int, series.Work]) -> list[Section
     return sections
 
 
-def timeline_trials(study: Study, works: dict[int, series.Work]) -> list[Trial]:
+def timeline_trials(study: Study, works: dict[int, series.StepColumns]) -> list[TimelineTrial]:
     bins = timeline_bins(study)
-    found: list[Trial] = []
+    found: list[TimelineTrial] = []
     for entry in study.entries:
         for run in entry.runs:
             figure = timeline(run, works[id(run)], bins)
@@ -158,7 +158,7 @@ def timeline_trials(study: Study, works: dict[int, series.Work]) -> list[Trial]:
                 more = len(run.events) - len(events)
                 changes = sum(event.worker is not None for event in run.events)
                 name = run.directory.name
-                found.append(Trial(f"t{len(found)}", name, entry.name, figure, events, changes, more))
+                found.append(TimelineTrial(f"t{len(found)}", name, entry.name, figure, events, changes, more))
     return found
 
 

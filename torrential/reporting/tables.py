@@ -14,7 +14,7 @@ import numpy as np
 
 from torrential.progress import byte_count, metric_value, number
 from torrential.reporting.marks import outcome, samples_per_second
-from torrential.reporting.series import Work, metric_curve
+from torrential.reporting.series import StepColumns, metric_curve
 from torrential.study import show
 from torrential.study.results import Entry, Run, Study, unit_of_time
 from torrential.study.tuning import best_value
@@ -46,7 +46,7 @@ def pairs(verdict: Verdict) -> Table:
     return Table(["sooner here", "than", "times", "95 % CI", "p", "difference"], rows, words=2)
 
 
-def trials(study: Study, works: dict[int, Work]) -> Table:
+def trials(study: Study, works: dict[int, StepColumns]) -> Table:
     """One row per trial; a column that no trial has anything for is left out."""
     rows = [
         {"entry": entry.name, "trial": run.directory.name, "seed": str(run.manifest.seed)}
@@ -58,7 +58,7 @@ def trials(study: Study, works: dict[int, Work]) -> Table:
     return Table(columns, [[row[name] for name in columns] for row in rows], words=2)
 
 
-def _trial(study: Study, run: Run, work: Work) -> dict[str, str]:
+def _trial(study: Study, run: Run, work: StepColumns) -> dict[str, str]:
     summary, updates = run.summary, work.updates
     speed, total = samples_per_second(run), updates.staleness.total()
     mean = sum(value * times for value, times in updates.staleness.items()) / total if total else None

@@ -21,7 +21,7 @@ CELLS = 250_000  # of all timelines together
 SLOW = 2.0  # times as long per update as the median worker: a straggler
 
 
-def timeline(run: Run, work: series.Work, bins: int) -> Figure | None:
+def timeline(run: Run, work: series.StepColumns, bins: int) -> Figure | None:
     """Who computed when, with deaths and joins; a row per worker, or per block of workers where there are many."""
     if not run.steps:
         return None

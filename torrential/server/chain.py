@@ -5,8 +5,8 @@
 
 Letters of one server to another arrive in order, so what a replica has applied is a prefix of what the one before it
 has. When that one changes, or an operation is missing, the replica says so (Replicated with `empty`), gets a whole
-State and what comes after it, and hands the State on. Whatever a worker was told is done was then on all of them, so
-any can go on from what it has when those before it are gone.
+ShardState and what comes after it, and passes the ShardState on. Whatever was acknowledged to a worker was then on all
+of them, so any can go on from what it has when those before it are gone.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from torrential.comm.protocol import Mail
 from torrential.server.messages import Replicate, Replicated, Request
-from torrential.server.shard import Operation, Outcome, Result, Shard
+from torrential.server.shard import Outcome, Result, Shard, ShardOperation
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Operation).decode
+_decode = msgspec.msgpack.Decoder(ShardOperation).decode
 
 
 class Ask(NamedTuple):
@@ -34,7 +34,7 @@ class Ask(NamedTuple):
     tensors: Sequence[Tensor]
 
 
-class Link:
+class ChainLink:
     def __init__(self, comm: Mail, start: int, stop: int, shard: Shard | None) -> None:
         self.start, self.stop = start, stop
         self.before: int | None = None  # addresses of its neighbours in the chain
@@ -56,8 +56,8 @@ class Link:
     def holds(self) -> bool:
         return self._shard is not None
 
-    def part(self, start: int, stop: int) -> Link:
-        link = Link(self._comm, start, stop, None if self._shard is None else self._shard.part(start, stop))
+    def part(self, start: int, stop: int) -> ChainLink:
+        link = ChainLink(self._comm, start, stop, None if self._shard is None else self._shard.part(start, stop))
         link.before, link.after, link.current, link.stable = self.before, self.after, self.current, self.stable
         return link
 
@@ -85,7 +85,7 @@ class Link:
             yield self.after
 
     # -- at the head -------------------------------------------------------------------------------------------------
-    def commit(self, operation: Operation, tensors: Sequence[Tensor] = (), asks: Sequence[Ask] = ()) -> None:
+    def commit(self, operation: ShardOperation, tensors: Sequence[Tensor] = (), asks: Sequence[Ask] = ()) -> None:
         """Apply it here and on all replicas; then the asks, one for each request it carries out, are settled."""
         shard = self.shard
         results = shard.apply(operation, tensors)
@@ -107,7 +107,7 @@ class Link:
     # -- behind it ---------------------------------------------------------------------------------------------------
     def replicate(self, message: Replicate, tensors: Sequence[Tensor]) -> None:
         if not self.current:
-            return  # a State is on its way, and what comes after it
+            return  # a ShardState is on its way, and what comes after it
         if message.number > self.shard.number + 1:
             self.lapse()
         elif message.number == self.shard.number + 1:
@@ -140,7 +140,7 @@ class Link:
             self._advance(message.number)
 
     def _fill(self) -> None:
-        """Send the one after this one a State."""
+        """Send the next server of the chain a ShardState."""
         assert self.after is not None
         self._comm.post(self.after, *self.shard.state(self.view))
 

@@ -29,11 +29,11 @@ import msgspec
 from torch import Tensor
 
 from torrential.comm.protocol import Mail
-from torrential.server.chain import Ask, Link
+from torrential.server.chain import Ask, ChainLink
 from torrential.server.dealer import Dealer, Hand
 from torrential.server.messages import Mark, Marking, Save
 from torrential.server.optimizer import Scalars
-from torrential.server.shard import Asked, Operation, Outcome, Shard
+from torrential.server.shard import Outcome, RequestInfo, Shard, ShardOperation
 
 
 class Saved(msgspec.Struct, array_like=True):
@@ -71,7 +71,11 @@ class _Copy:
 
 class Copies:
     def __init__(
-        self, comm: Mail, link: Link, aggregates: bool, answer: Callable[[Ask, Outcome, Sequence[Tensor], bytes], None]
+        self,
+        comm: Mail,
+        link: ChainLink,
+        aggregates: bool,
+        answer: Callable[[Ask, Outcome, Sequence[Tensor], bytes], None],
     ) -> None:
         self._comm, self._link, self._aggregates, self._answer = comm, link, aggregates, answer
         self._announced, self._cut = 0, -1
@@ -119,7 +123,7 @@ class Copies:
         self.look(counted)
 
     # -- what happens to the range ------------------------------------------------------------------------------------
-    def follow(self, operation: Operation, tensors: Sequence[Tensor]) -> None:
+    def follow(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> None:
         """One worker's update is about to be applied to the range."""
         copy, dealer = self._copy, self._link.shard.dealer
         assert copy is not None and copy.shard is not None
@@ -164,8 +168,8 @@ class Copies:
             self._complete(copy)
         elif cut < shard.closed:
             self._copy = None  # too late
-        asked = tuple(Asked(a.worker, a.request.seq, a.request.floor, a.request.clock) for a in asks)
-        self._link.commit(Operation("mark", asked, number=number), (), asks)
+        asked = tuple(RequestInfo(a.worker, a.request.seq, a.request.floor, a.request.clock) for a in asks)
+        self._link.commit(ShardOperation("mark", asked, number=number), (), asks)
 
     def _make(self, copy: _Copy) -> None:
         shard = self._link.shard

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from torrential.comm.protocol import Mail
-from torrential.server.chain import Ask, Link
+from torrential.server.chain import Ask, ChainLink
 from torrential.server.consistency import Consistency
 from torrential.server.copies import Copies
 from torrential.server.messages import (
@@ -36,12 +36,12 @@ from torrential.server.messages import (
     Take,
 )
 from torrential.server.objections import objection
-from torrential.server.shard import Asked, Operation, Outcome
+from torrential.server.shard import Outcome, RequestInfo, ShardOperation
 from torrential.server.sums import Clock, operands
 
 
 class Head:
-    def __init__(self, comm: Mail, link: Link, consistency: Consistency) -> None:
+    def __init__(self, comm: Mail, link: ChainLink, consistency: Consistency) -> None:
         self._comm, self._link, self._consistency = comm, link, consistency
         self.shard = link.shard  # a link gets another one only from a head
         self._aggregates = consistency.aggregates
@@ -78,7 +78,7 @@ class Head:
         shard, before = self.shard, self._workers
         self._workers = frozenset(workers)
         if begin:
-            self._link.commit(Operation("meet", workers=tuple(sorted(workers)), number=shard.closed))
+            self._link.commit(ShardOperation("meet", workers=tuple(sorted(workers)), number=shard.closed))
         known = before | shard.clocks.keys() | (shard.dealer.holders() if shard.dealer is not None else set())
         self._forget(known - self._workers, self._link.view)  # whoever comes back has seen a later one
         self._done = {worker: max(clock.least(), self._done.get(worker, 0)) for worker, clock in shard.clocks.items()}
@@ -89,7 +89,7 @@ class Head:
     def _forget(self, gone: Collection[int], life: int) -> None:
         """Workers that are gone, or whose place another has taken; the next life of each is this one or a later."""
         if gone:
-            self._link.commit(Operation("forget", workers=tuple(sorted(gone)), number=life))
+            self._link.commit(ShardOperation("forget", workers=tuple(sorted(gone)), number=life))
         for clock in self._open.values():
             clock.forget(gone)
         tables: list[dict[int, Any]] = [*self._takes.values(), self._done]
@@ -126,7 +126,7 @@ class Head:
     def _meet(self, worker: int) -> None:
         if self._copies.number:
             self._comm.post(worker, Marking(number=self._copies.number))
-        self._link.commit(Operation("meet", workers=(worker,), number=self.completed))
+        self._link.commit(ShardOperation("meet", workers=(worker,), number=self.completed))
         self._done[worker] = self.completed
         self._count()
 
@@ -191,9 +191,9 @@ class Head:
         kind = type(request).__name__.lower()
         options = {"name": request.name, "options": request.options} if kind == "call" else {}
         keys = getattr(request, "keys", False)
-        self._apply(Operation(kind, (asked(ask),), request.spans, keys=keys, **options), ask)
+        self._apply(ShardOperation(kind, (asked(ask),), request.spans, keys=keys, **options), ask)
 
-    def _apply(self, operation: Operation, ask: Ask) -> None:
+    def _apply(self, operation: ShardOperation, ask: Ask) -> None:
         if self._copies.open:
             self._copies.follow(operation, ask.tensors)
         self._link.commit(operation, ask.tensors, (ask,))
@@ -273,7 +273,7 @@ class Head:
                 opened.add(ask)
                 self._close()
             return
-        operation = Operation(
+        operation = ShardOperation(
             "push", (asked(ask),), request.spans, request.lr, request.scale, request.used, keys=request.keys
         )
         self._apply(operation, ask)
@@ -282,7 +282,7 @@ class Head:
             self._deal()
 
     def _drop(self, ask: Ask) -> None:
-        self._link.commit(Operation("drop", (asked(ask),)), (), (ask,))
+        self._link.commit(ShardOperation("drop", (asked(ask),)), (), (ask,))
         self._reached(ask.worker, ask.request.clock + 1)
         self._deal()
 
@@ -365,15 +365,15 @@ class Head:
     def _hand_out(self, asks: list[Ask]) -> None:
         request = asks[0].request
         assert isinstance(request, Take)
-        self._link.commit(Operation("take", tuple(asked(ask) for ask in asks), number=request.count), (), asks)
+        self._link.commit(ShardOperation("take", tuple(asked(ask) for ask in asks), number=request.count), (), asks)
 
     def _finish(self, asks: list[Ask]) -> None:
         for ask in asks:
             self._link.settle(ask, (Outcome(self.shard.version, finished=True), ()))
 
 
-def asked(ask: Ask) -> Asked:
+def asked(ask: Ask) -> RequestInfo:
     request = ask.request
     if isinstance(request, Push):
-        return Asked(ask.worker, request.seq, request.floor, request.clock, request.version, request.lease)
-    return Asked(ask.worker, request.seq, request.floor, request.clock)
+        return RequestInfo(ask.worker, request.seq, request.floor, request.clock, request.version, request.lease)
+    return RequestInfo(ask.worker, request.seq, request.floor, request.clock)

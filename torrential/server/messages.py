@@ -150,7 +150,7 @@ class Replicate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Replicated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It is on this server and on all after it. With `empty`: nothing I have can be gone on from; send me State."""
+    """The operation is on this server and all after it. With `empty`: this server needs a ShardState to go on from."""
 
     start: int
     number: int
@@ -158,7 +158,7 @@ class Replicated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     empty: bool = False
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ShardState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Everything about a span, for a server that is to hold it; tensors: parameters, then optimizer states by name."""
 
     start: int
@@ -171,5 +171,5 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 Message = (
     View | Put | Add | Push | Pull | Take | Save | Mark | Call
-    | Done | Refused | Moved | Marking | Replicate | Replicated | State
+    | Done | Refused | Moved | Marking | Replicate | Replicated | ShardState
 )  # fmt: skip

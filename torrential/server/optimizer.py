@@ -23,7 +23,7 @@ from torrential.errors import BadInput
 from torrential.optim.rates import Rates
 from torrential.params.home import counts_steps, is_elementwise, state_keys
 from torrential.params.layout import Layout, Piece
-from torrential.params.whole import Form, form_of
+from torrential.params.whole import OptimizerTraits, form_of
 from torrential.server.messages import Span
 from torrential.task import OptimizerSpec
 
@@ -112,7 +112,7 @@ def bounds(layout: Layout, spec: OptimizerSpec) -> list[int] | None:
     return [entry.start for entry in layout.entries] if form.divisible else [0]
 
 
-def _form(layout: Layout, spec: OptimizerSpec) -> Form | None:
+def _form(layout: Layout, spec: OptimizerSpec) -> OptimizerTraits | None:
     """Of an optimizer that is run on whole tensors (server/whole.py); refuses those that servers cannot keep."""
     (dtype,) = layout.sizes
     if dtype.is_complex:
@@ -133,7 +133,7 @@ def _form(layout: Layout, spec: OptimizerSpec) -> Form | None:
     return form
 
 
-def _initial(layout: Layout, spec: OptimizerSpec, form: Form | None) -> tuple[dict[str, float], bool]:
+def _initial(layout: Layout, spec: OptimizerSpec, form: OptimizerTraits | None) -> tuple[dict[str, float], bool]:
     """The optimizer's per-element state with its initial values, and whether it counts steps."""
     (dtype,) = layout.sizes
     if form is not None:

@@ -2,7 +2,7 @@
 
     View        cut, take up, give up ranges; new neighbours in chains
     a request   for a range that this server heads: server/head.py
-    Replicate, Replicated, State        between servers: server/chain.py
+    Replicate, Replicated, ShardState   between servers: server/chain.py
 
 Whatever is addressed by a newer view than this server has read waits until it has read it.
 """
@@ -18,17 +18,17 @@ from torch import Tensor
 from torrential.comm.protocol import SERVERS, Letter, Mail
 from torrential.errors import RunFailed
 from torrential.params.layout import Layout
-from torrential.server.chain import Ask, Link
+from torrential.server.chain import Ask, ChainLink
 from torrential.server.consistency import Consistency
 from torrential.server.head import Head
-from torrential.server.messages import Moved, Refused, Replicate, Replicated, Request, State, View
+from torrential.server.messages import Moved, Refused, Replicate, Replicated, Request, ShardState, View
 from torrential.server.optimizer import Store
 from torrential.server.shard import Handler, Initial, Shard
 from torrential.task import OptimizerSpec
 
 
 @dataclass(frozen=True)
-class Report:
+class ServerStatistics:
     """About the ranges that this server heads."""
 
     updates: int
@@ -56,14 +56,14 @@ class Server:
         self.view = View(-1, (), ())
         self._consistency, self._handlers = consistency, dict(handlers or {})
         self._filled, self._told, self._initial = filled, -1, initial
-        self._links: dict[int, Link] = {}  # by the start of the range
+        self._links: dict[int, ChainLink] = {}  # by the start of the range
         self._heads: dict[int, Head] = {}
         self._early: list[Letter] = []
         self._heard: dict[int, float] = {}  # when each address was last heard of
         self._kinds: dict[type, Callable[[Letter], None]] = {
             Replicate: self._replicate,
             Replicated: self._replicated,
-            State: self._state,
+            ShardState: self._state,
         }
         if comm.view.version >= 0:
             self._adopt(comm.view)
@@ -88,18 +88,20 @@ class Server:
         else:
             self._kinds.get(type(message), _ignore)(letter)
 
-    def report(self) -> Report:
+    def report(self) -> ServerStatistics:
         shards = [self._links[start].shard for start in sorted(self._heads)]
         staleness: dict[int, int] = {}
         for shard in shards:
             for versions, times in shard.staleness.items():
                 staleness[versions] = staleness.get(versions, 0) + times
-        return Report(sum(s.version for s in shards), sum(s.dropped for s in shards), dict(sorted(staleness.items())))
+        return ServerStatistics(
+            sum(s.version for s in shards), sum(s.dropped for s in shards), dict(sorted(staleness.items()))
+        )
 
     def waits_for(self) -> list[tuple[int, float]]:
         """Addresses of those without whom something cannot go on here, and how many seconds each has been silent."""
         now = self.comm.now()
-        waiting: list[Head | Link] = [*self._heads.values(), *self._links.values()]
+        waiting: list[Head | ChainLink] = [*self._heads.values(), *self._links.values()]
         found = {address for one in waiting for address in one.waits_for()}
         return [(address, now - self._heard.get(address, now)) for address in sorted(found)]
 
@@ -176,14 +178,14 @@ class Server:
             self.handle(letter)
         self._say_filled()
 
-    def _link(self, before: Mapping[int, Link], start: int, stop: int) -> Link:
+    def _link(self, before: Mapping[int, ChainLink], start: int, stop: int) -> ChainLink:
         """What this server has of a range."""
         for link in before.values():
             if link.start <= start and stop <= link.stop:
                 return link if (link.start, link.stop) == (start, stop) else link.part(start, stop)
         initial = self._initial
         shard = None if initial is None else Shard.fresh(self.store, start, stop, self._handlers, initial)
-        return Link(self.comm, start, stop, shard)
+        return ChainLink(self.comm, start, stop, shard)
 
     def _say_filled(self) -> None:
         version = self.view.version

@@ -1,7 +1,7 @@
 """What a server knows of one range, as a state machine: operations in, the same state on every replica out.
 
-    Operation ──► apply ──► parameters, optimizer state     (in place, in full-length buffers)
-                        └─► who has been answered what, clocks, dealer, counts
+    ShardOperation ──► apply ──► parameters, optimizer state     (in place, in full-length buffers)
+                            └──► who has been answered what, clocks, dealer, counts
 
 An operation, and the record of whose request it carries out, are one step: a request that is sent again, here or to a
 replica, is recognised by its number and not carried out twice. Answers are kept until the worker says (`floor`) that it
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from torrential.server.clocks import RangeClock
 from torrential.server.dealer import Dealer
-from torrential.server.messages import Span, State
+from torrential.server.messages import ShardState, Span
 from torrential.server.optimizer import Scalars, Store
 from torrential.server.whole import optimizer_of
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class RequestInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A worker's request that an operation carries out."""
 
     worker: int
@@ -36,9 +36,9 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, gc=False):
     lease: int = 0
 
 
-class Operation(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ShardOperation(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: str  # the method of Shard, less its underscore
-    asked: tuple[Asked, ...] = ()
+    asked: tuple[RequestInfo, ...] = ()
     spans: tuple[Span, ...] = ()
     lr: float = 0.0
     scale: float = 1.0
@@ -134,14 +134,16 @@ class Shard:
         return cls(store, start, stop, handlers, rest)
 
     # -- a copy for another server, or a piece of it -----------------------------------------------------------------
-    def state(self, view: int) -> tuple[State, list[Tensor]]:
+    def state(self, view: int) -> tuple[ShardState, list[Tensor]]:
         names = tuple(self.states)
         rest = msgspec.msgpack.encode(self._rest())
-        message = State(start=self.start, stop=self.stop, number=self.number, names=names, rest=rest, view=view)
+        message = ShardState(start=self.start, stop=self.stop, number=self.number, names=names, rest=rest, view=view)
         return message, [tensor.clone() for tensor in self.store.tensors(self.start, self.stop)]
 
     @classmethod
-    def restored(cls, store: Store, handlers: Mapping[str, Handler], state: State, tensors: Sequence[Tensor]) -> Shard:
+    def restored(
+        cls, store: Store, handlers: Mapping[str, Handler], state: ShardState, tensors: Sequence[Tensor]
+    ) -> Shard:
         assert state.names == tuple(store.states), (state.names, tuple(store.states))
         for mine, theirs in zip(store.tensors(state.start, state.stop), tensors, strict=True):
             mine.copy_(theirs)
@@ -187,17 +189,17 @@ class Shard:
         )
 
     # -- operations --------------------------------------------------------------------------------------------------
-    def apply(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def apply(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         """One result for each request it carries out."""
         self.number += 1
-        method: Callable[[Operation, Sequence[Tensor]], list[Result]] = getattr(self, f"_{operation.kind}")
+        method: Callable[[ShardOperation, Sequence[Tensor]], list[Result]] = getattr(self, f"_{operation.kind}")
         return method(operation, tensors)
 
     def answered(self, worker: int, seq: int) -> Result | None:
         answers = self.answers.get(worker)
         return None if answers is None else answers.get(seq)
 
-    def _record(self, asked: Asked, outcome: Outcome, tensors: Sequence[Tensor] = ()) -> Result:
+    def _record(self, asked: RequestInfo, outcome: Outcome, tensors: Sequence[Tensor] = ()) -> Result:
         answers = self.answers.setdefault(asked.worker, {})
         if asked.floor > self.floors.get(asked.worker, 0):
             self.floors[asked.worker] = asked.floor
@@ -206,12 +208,12 @@ class Shard:
         result = answers[asked.seq] = outcome, tensors
         return result
 
-    def _put(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _put(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         for span, tensor in zip(operation.spans, tensors, strict=True):
             self.store.view(span).copy_(tensor)
         return self._updated(operation)
 
-    def _add(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _add(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         if operation.keys:
             values, keys = tensors
             self.parameters.scatter_add_(0, keys - self.start if self.start else keys, values)
@@ -220,15 +222,15 @@ class Shard:
                 self.store.view(span).add_(tensor)
         return self._updated(operation)
 
-    def _call(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _call(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         found = [t.clone() for t in self.handlers[operation.name](self, operation.options, tensors)]
         return self._updated(operation, found)
 
-    def _updated(self, operation: Operation, tensors: Sequence[Tensor] = ()) -> list[Result]:
+    def _updated(self, operation: ShardOperation, tensors: Sequence[Tensor] = ()) -> list[Result]:
         self.version += 1
         return [self._record(asked, Outcome(self.version), tensors) for asked in operation.asked]
 
-    def _push(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _push(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         """One worker's gradient, as it comes."""
         (asked,) = operation.asked
         clock = self.clocks.get(asked.worker)
@@ -237,7 +239,7 @@ class Shard:
                 clock.set(first, last, asked.clock + 1)
         return self._optimized(operation, tensors)
 
-    def _step(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _step(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         """The sum of a clock's gradients."""
         self.closed = operation.number + 1
         for asked in operation.asked:
@@ -245,7 +247,7 @@ class Shard:
                 self.clocks[asked.worker].set(self.start, self.stop, self.closed)
         return self._optimized(operation, tensors)
 
-    def _optimized(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _optimized(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         before = self.version
         if tensors:
             for asked in operation.asked:
@@ -271,7 +273,7 @@ class Shard:
             self._record(asked, Outcome(self.version, staleness=before - asked.version)) for asked in operation.asked
         ]
 
-    def _drop(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _drop(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         """A gradient that came too late."""
         (asked,) = operation.asked
         self.dropped += 1
@@ -279,7 +281,7 @@ class Shard:
             self.dealer.give_back(asked.lease)
         return [self._record(asked, Outcome(self.version, dropped=True))]
 
-    def _take(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _take(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         assert self.dealer is not None
         workers = [asked.worker for asked in operation.asked]
         self.dealer.dealt = max(self.dealer.dealt, operation.asked[0].clock + 1)
@@ -293,13 +295,13 @@ class Shard:
             for asked, (lease, hand) in zip(operation.asked, hands, strict=True)
         ]
 
-    def _meet(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _meet(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         """A worker's first word: from now on its clock counts."""
         for worker in operation.workers:
             self.clocks[worker] = RangeClock(self.start, self.stop, operation.number)
         return []
 
-    def _forget(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _forget(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         """Workers that are gone, and what they may still have said in lives before this one."""
         for worker in operation.workers:
             self.clocks.pop(worker, None)
@@ -308,7 +310,7 @@ class Shard:
             self.dealer.forget(operation.workers)
         return []
 
-    def _mark(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _mark(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         self.marked = operation.number
         return [self._record(asked, Outcome(self.version)) for asked in operation.asked]
 

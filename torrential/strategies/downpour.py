@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 import torch
 
-from torrential.server.client import Pending
+from torrential.server.client import PendingRequest
 from torrential.server.consistency import Consistency
 from torrential.strategies.base import Strategy
 from torrential.strategies.context import Context
@@ -64,8 +64,8 @@ class Downpour(Strategy, frozen=True, kw_only=True):
         clock, number = ctx.params.begin(vector), 0
         total = ctx.comm.buffer("pushed", gradient.numel(), gradient.dtype) if self.push_every > 1 else None
         used: list[int] | None = None  # entries that are part of the sum; None: all
-        fetched: Pending | None = None
-        pushed: Pending | None = None
+        fetched: PendingRequest | None = None
+        pushed: PendingRequest | None = None
         while (batch := ctx.data.take(clock, self.push_every, after=self.warm)) is not None:
             before = pushed
             if self.warm and not number:

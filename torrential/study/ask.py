@@ -39,7 +39,7 @@ class ObjectEntry(msgspec.Struct, frozen=True):
     options: dict[str, Any]
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class StudyRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The question, as it was put. Two calls are about the same study if these are equal."""
 
     task: str
@@ -96,7 +96,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     digest: str  # of the task's file, the strategies' and the clusters, if there are any
     created: str
     command: list[str]
-    asked: Asked
+    asked: StudyRequest
     entries: list[Spec]
     task: str
     metric: str
@@ -152,7 +152,7 @@ def absolute_entries(text: str) -> str:
     return ",".join(strategy + (rest and f":{rest}") for strategy, rest in parts)
 
 
-def make_specs(asked: Asked) -> list[Spec]:
+def make_specs(asked: StudyRequest) -> list[Spec]:
     """All entries: each strategy on each number of workers and each cluster."""
     many_workers, many_clusters = len(asked.workers) > 1, len(asked.clusters) > 1
     specs: list[Spec] = []
@@ -249,7 +249,7 @@ def with_values(spec: Spec, values: dict[str, str]) -> Spec:
 
 
 # -- the question -----------------------------------------------------------------------------------------------------
-def check_asked(asked: Asked) -> None:
+def check_asked(asked: StudyRequest) -> None:
     """What can be refused before anything is loaded."""
     for name, value in (
         ("trials", asked.trials),
@@ -277,7 +277,7 @@ def differences(here: Question, asked: Question) -> list[str]:
         if getattr(here, name) != getattr(asked, name):
             what = "the task's file has changed, or a strategy's, or a cluster" if name == "digest" else None
             found.append(what or f"torrential: {here.torrential} there, {asked.torrential} here")
-    for name in Asked.__struct_fields__:
+    for name in StudyRequest.__struct_fields__:
         there, now = getattr(here.asked, name), getattr(asked.asked, name)
         if there != now:
             found.append(f"{name}: {_text(there)} there, {_text(now)} asked")

@@ -31,7 +31,7 @@ class Runner(Protocol):
         """Carry out one run in the directory of the trial, which is not there yet."""
 
 
-class Watch(Protocol):
+class StudyListener(Protocol):
     """Somebody who watches a study go on."""
 
     def planned(self, runs: int, done: int) -> None: ...
@@ -44,7 +44,7 @@ class Watch(Protocol):
     def ended(self, trial: Trial) -> None: ...
 
 
-def conduct(question: Question, directory: Path, run: Runner, watch: Watch) -> Study:
+def conduct(question: Question, directory: Path, run: Runner, watch: StudyListener) -> Study:
     tuning = tuning_trials(question, directory)
     reported = reported_trials(question, directory, {})  # with the same directories, whatever tuning will choose
     first = [*tuning, *(trial for trial in reported if trial.number <= looks(question)[0])]
@@ -63,7 +63,7 @@ def conduct(question: Question, directory: Path, run: Runner, watch: Watch) -> S
     raise AssertionError("the last look settles a study")
 
 
-def _carry_out(trials: Sequence[Trial], run: Runner, watch: Watch) -> None:
+def _carry_out(trials: Sequence[Trial], run: Runner, watch: StudyListener) -> None:
     for trial in trials:
         if is_finished(trial.directory):
             continue

@@ -12,7 +12,7 @@ from torrential.study.ask import Question
 from torrential.study.plan import Trial
 from torrential.study.question import Subject, request
 from torrential.study.results import DIVERGED
-from torrential.study.watch import Watching
+from torrential.study.watch import StudyProgress
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.warm import Warm
 
@@ -20,7 +20,7 @@ from torrential.worlds.local.warm import Warm
 class Train:
     """A Runner. Processes of all runs come from one that has torch loaded."""
 
-    def __init__(self, question: Question, subject: Subject, watching: Watching) -> None:
+    def __init__(self, question: Question, subject: Subject, watching: StudyProgress) -> None:
         self._question, self._subject, self._watching = question, subject, watching
         self._warm: Warm | None = None
 

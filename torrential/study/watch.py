@@ -25,7 +25,7 @@ from torrential.study.read import read_run
 from torrential.study.results import Run, unit_of_time
 
 
-class Watching:
+class StudyProgress:
     """A Watch, which also gives out listeners for the runs."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Watching:
 class Listening:
     """A listener to one run; has no `close`, as the study goes on after it."""
 
-    def __init__(self, watching: Watching) -> None:
+    def __init__(self, watching: StudyProgress) -> None:
         self._watching = watching
 
     def record(self, record: Record) -> None:

@@ -10,8 +10,8 @@ import msgspec
 from torrential.comm.protocol import Letter, role_name
 from torrential.membership.messages import Roster
 from torrential.worlds.sim.comm import SimMessenger
-from torrential.worlds.sim.group import Group
-from torrential.worlds.sim.kernel import Role
+from torrential.worlds.sim.group import SimMembership
+from torrential.worlds.sim.kernel import SimRole
 from torrential.worlds.sim.mail import SimMail
 
 EVENTS = 150  # kept
@@ -27,14 +27,14 @@ def last(events: Iterable[Happened]) -> list[str]:
 
 
 def _is_turn(do: Callable[..., None]) -> bool:
-    return isinstance(getattr(do, "__self__", None), Role)
+    return isinstance(getattr(do, "__self__", None), SimRole)
 
 
 def _words(do: Callable[..., None], args: tuple[Any, ...]) -> str:
     owner = getattr(do, "__self__", None)
     if isinstance(owner, SimMail):
         return f"{who(owner.address)} gets {_brief(args[0])}"
-    if isinstance(owner, Group) and args:
+    if isinstance(owner, SimMembership) and args:
         about = f"{_brief(args[1])}" if len(args) > 1 else do.__name__
         return f"{args[0]} gets {about}" if do == owner.deliver else f"the membership hears of {args[0]}: {about}"
     if isinstance(owner, SimMessenger):

@@ -2,9 +2,10 @@
 
     Gradients      a model and its data
     Portion        of a batch; what is computed on it depends on this, the model's parameters and its buffers alone
-    Work           some portions, whose gradients are added up in the parameters; call it to have it done
+    GradientWork   some portions, whose gradients are added up in the parameters; call it to have it done
 
-A world may have a Work done by somebody who has the same task, and hand over what came out (worlds/sim/hands.py).
+A world may have a GradientWork done by another process that has the same task, and hand over its gradients
+(worlds/sim/hands.py).
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Work:
+class GradientWork:
     gradients: Gradients
     portions: Sequence[Portion]
     watch: BackwardWatch | None = None

@@ -13,7 +13,7 @@ T = TypeVar("T")
 Parts = dict[int, Mapping[str, Tensor]]  # rank -> that worker's own states, by "<name>/<key>"
 
 
-class Pending(Generic[T]):
+class PendingSnapshots(Generic[T]):
     """In the order in which they came. After a change of members one step may be given twice, its parts too."""
 
     def __init__(self) -> None:

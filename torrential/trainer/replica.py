@@ -23,7 +23,7 @@ from torrential.params.shared import SharedParameters
 from torrential.params.synchronized import Synchronized
 from torrential.strategies.base import Strategy
 from torrential.task import OptimizerSpec, Task, build_model
-from torrential.trainer.backward import Gradients, Portion, Work
+from torrential.trainer.backward import Gradients, GradientWork, Portion
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.randomness import seed_all
 from torrential.trainer.slow import Brake
@@ -168,7 +168,7 @@ class ModelReplica:
             parameter.grad = None
         watch = None if ready is None else self._begin_watch(ready, max(1, len(batches)))
         samples = sum(len(batch) for batch in batches)
-        work = Work(self._gradients, self._portions(batches), watch)
+        work = GradientWork(self._gradients, self._portions(batches), watch)
         losses = self._comm.compute(samples, (lambda: self._no_work(watch, batches)) if self._dry else work)
         loss = losses[0] if len(losses) == 1 else self._mean(losses, batches)
         if ready is None and not math.isfinite(loss):

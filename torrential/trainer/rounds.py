@@ -20,7 +20,7 @@ from safetensors.torch import save as pack
 from torch import Tensor
 
 from torrential.checkpoint import Checkpoint
-from torrential.comm.protocol import Comm, Handle, Standing
+from torrential.comm.protocol import Agreement, Comm, Handle
 from torrential.errors import Regrouped
 from torrential.params.home import Finished, Parameters
 from torrential.strategies.context import Decision, Vote
@@ -124,7 +124,7 @@ class Rounds:
         self.ballot = None
         return self.applied
 
-    def _adopt(self, standing: Standing) -> None:
+    def _adopt(self, standing: Agreement) -> None:
         parameters = self._parameters
         if self._checkpoint is not None and (parameters.private or self._comm.rank == standing.source):
             parameters.load(*from_checkpoint(self._checkpoint, self._replica.layout))
@@ -147,7 +147,7 @@ class Rounds:
             self._parameters.counts[entry.index] = saved.applied.get(entry.name, 0)
         self._snapshots.resumed()
 
-    def _catch_up(self, standing: Standing) -> None:
+    def _catch_up(self, standing: Agreement) -> None:
         """The member that is furthest hands its state to those behind."""
         comm, parameters = self._comm, self._parameters
         state = self._everything() if comm.rank == standing.source else {}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torrential.comm.protocol import Comm
 from torrential.params.home import dtype_name
-from torrential.server.client import Client, Pending
+from torrential.server.client import Client, PendingRequest
 from torrential.server.copies import Saved, joined
 from torrential.trainer.snapshot import Outlet, Snapshot
 
@@ -37,7 +37,7 @@ class Saving:
         """`states`: the names of the vectors that servers keep beside the parameters."""
         self._comm, self._client, self._outlet, self._replica, self._states = comm, client, outlet, replica, states
         self._layout = replica.layout
-        self._pending: Pending | None = None
+        self._pending: PendingRequest | None = None
 
     @property
     def busy(self) -> bool:
@@ -73,7 +73,7 @@ class Saving:
         while self._pending is not None and not self._hand_over(self._pending, final=True):
             self.begin()
 
-    def _hand_over(self, pending: Pending, final: bool) -> bool:
+    def _hand_over(self, pending: PendingRequest, final: bool) -> bool:
         whole = joined(pending.wait().rests, self._client.numel)
         self._pending = None
         if whole is None:

@@ -36,19 +36,19 @@ class Receive(NamedTuple):
     add: bool  # else replace
 
 
-class Step(NamedTuple):
+class Exchange(NamedTuple):
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
 
 
-Stream = list[Step]
+Stream = list[Exchange]
 Plan = list[Stream]
 Range = tuple[int, int]  # first element, past the last
 
 
-def step(sends: Iterable[Send] = (), receives: Iterable[Receive] = ()) -> Step:
+def step(sends: Iterable[Send] = (), receives: Iterable[Receive] = ()) -> Exchange:
     """A step without the messages that would be empty."""
-    return Step(tuple(s for s in sends if s.start < s.stop), tuple(r for r in receives if r.start < r.stop))
+    return Exchange(tuple(s for s in sends if s.start < s.stop), tuple(r for r in receives if r.start < r.stop))
 
 
 def cut(start: int, stop: int, parts: int) -> list[Range]:

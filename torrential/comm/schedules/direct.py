@@ -10,10 +10,10 @@ memory; owners are those of `protocol.slices`.
 from __future__ import annotations
 
 from torrential.comm.protocol import slices
-from torrential.comm.schedules.base import Algorithm, Costs, Plan, Range, Receive, Send, Step, step
+from torrential.comm.schedules.base import Algorithm, Costs, Exchange, Plan, Range, Receive, Send, step
 
 
-def _exchange(member: int, give: list[Range], take: list[Range], key: int, add: bool) -> Step:
+def _exchange(member: int, give: list[Range], take: list[Range], key: int, add: bool) -> Exchange:
     """Part give[i] to every other member i, and part take[i] from it. Everybody begins with its neighbour."""
     others = [(member + i) % len(give) for i in range(1, len(give))]
     sends = [Send(i, *give[i], key) for i in others]

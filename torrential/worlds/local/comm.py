@@ -23,7 +23,7 @@ from torrential.comm.messenger import Messenger, settle
 from torrential.comm.native import NativeCarrier
 from torrential.comm.points import PointToPoint
 from torrential.comm.post import Post
-from torrential.comm.protocol import Group, Handle, Meter, Part, Standing
+from torrential.comm.protocol import Agreement, Group, Handle, Meter, Part
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.shared import MAIL_BYTES, MAX_RANKS, WORDS, SharedCarrier
@@ -32,7 +32,7 @@ from torrential.errors import PeerLost, Regrouped, RunFailed
 from torrential.membership.meeting import leave, meet
 from torrential.records import Event
 from torrential.worlds.local import messages as m
-from torrential.worlds.local.link import Buffers, Link
+from torrential.worlds.local.link import Buffers, SupervisorLink
 from torrential.worlds.local.mail import LocalMail
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class LocalComm(LocalMail):
     """Implements comm.protocol.Comm."""
 
     def __init__(
-        self, rank: int, workers: int, link: Link, buffers: Buffers, messenger: Messenger | None, post: Post,
+        self, rank: int, workers: int, link: SupervisorLink, buffers: Buffers, messenger: Messenger | None, post: Post,
         settings: LocalSettings, backend: str | None, kept: Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(rank, link, buffers, post, settings.transport == "shared" and backend is None)
@@ -188,7 +188,7 @@ class LocalComm(LocalMail):
         if complained:
             self._link.send(m.Suspect(-1, 0.0))
 
-    def regroup(self, stand: Callable[[], int]) -> Standing:
+    def regroup(self, stand: Callable[[], int]) -> Agreement:
         go = meet(self, stand)
         generation = go.generation
         self.generation, self.members = generation, tuple(go.members)
@@ -215,7 +215,7 @@ class LocalComm(LocalMail):
                 self.check()
         if self.chooser is not None:
             self._settle(self.chooser)
-        return Standing(generation, self.members, go.source, go.applied, tuple(go.behind))
+        return Agreement(generation, self.members, go.source, go.applied, tuple(go.behind))
 
     def begin(self) -> None:
         """Where there are servers, wait for the word to begin. There is one generation: deaths are news in the view."""

@@ -19,7 +19,7 @@ from torrential.errors import RunFailed, WaitedTooLong
 from torrential.worlds.local import messages as m
 
 
-class Link:
+class SupervisorLink:
     """Sends to the supervisor; a thread sorts what comes from it."""
 
     def __init__(self, address: str, token: bytes, hello: m.Hello, timeout: float) -> None:
@@ -88,9 +88,9 @@ class Buffers:
     They have no name in any file system, so they vanish with the last process that has them open.
     """
 
-    def __init__(self, link: Link, rank: int) -> None:
+    def __init__(self, link: SupervisorLink, rank: int) -> None:
         self._link, self._rank = link, rank
-        self._answers = link.box(m.Granted, m.Refused)
+        self._answers = link.box(m.Granted, m.BufferRefused)
         self._held: dict[str, Tensor] = {}
         self._whole: dict[str, Tensor] = {}  # others', as bytes
         self._spans: list[tuple[int, int, str]] = []  # first byte, past the last, key; of all that is mapped, in order
@@ -118,7 +118,7 @@ class Buffers:
             answer, _ = self._answers.get(timeout=60)
         except queue.Empty as error:
             raise WaitedTooLong("the supervisor", 60, f"buffer {key}") from error
-        if isinstance(answer, m.Refused):
+        if isinstance(answer, m.BufferRefused):
             raise RunFailed(answer.reason)
         assert isinstance(answer, m.Granted)
         return answer

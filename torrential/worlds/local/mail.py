@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torrential.comm.letterbox import LetterBox, Parcel
+from torrential.comm.letterbox import LetterBox, TensorLetter
 from torrential.comm.post import Contact, Post
 from torrential.comm.protocol import Handle, Letter, Meter, address_of, letter_by_letter
 from torrential.server.messages import Message, View
 from torrential.worlds.local import messages as m
-from torrential.worlds.local.link import Buffers, Link
+from torrential.worlds.local.link import Buffers, SupervisorLink
 
 if TYPE_CHECKING:
     from torrential.server.role import Server
@@ -46,7 +46,7 @@ class LocalMail:
     """Whether registered buffers belong to one incarnation. Where workers regroup they belong to the rank: survivors go
     on with what the dead have left there."""
 
-    def __init__(self, address: int, link: Link, buffers: Buffers, post: Post, shares_memory: bool) -> None:
+    def __init__(self, address: int, link: SupervisorLink, buffers: Buffers, post: Post, shares_memory: bool) -> None:
         self.address, self._link, self._buffers, self._post = address, link, buffers, post
         self.shares_memory = shares_memory
         self.meter = Meter()
@@ -121,7 +121,7 @@ class LocalMail:
             self._kept.append(letter)
 
     def _is_parcel(self, letter: Letter) -> bool:
-        if self._parcels is None or not isinstance(letter.message, Parcel):
+        if self._parcels is None or not isinstance(letter.message, TensorLetter):
             return False
         self._parcels.deliver(letter.source, letter.message, letter.tensors)
         return True
@@ -158,7 +158,7 @@ class LocalMail:
 class ServerMail(LocalMail):
     """A server goes on until it is dismissed."""
 
-    def __init__(self, address: int, link: Link, buffers: Buffers, post: Post, shares_memory: bool) -> None:
+    def __init__(self, address: int, link: SupervisorLink, buffers: Buffers, post: Post, shares_memory: bool) -> None:
         super().__init__(address, link, buffers, post, shares_memory)
         link.route(lambda _: post.stop(), m.Dismissed)
         self.server: Server | None = None  # whose mail this is

@@ -65,7 +65,7 @@ class Compute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise BadInput(f"a pareto spread has a mean for exponents above 1 only (shape: {self.shape}); try 2.5")
 
 
-class Network(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NetworkCosts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     latency: Seconds = 50e-6
     """From one host to another."""
     bandwidth: Positive = 1.25e9
@@ -179,7 +179,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     servers_apart: bool = False
     """Whether servers have hosts of their own, after those of the workers; else they are spread over the workers'."""
     compute: Compute = Compute()
-    network: Network = Network()
+    network: NetworkCosts = NetworkCosts()
     inside: Inside = Inside()
     stragglers: tuple[Straggler, ...] = ()
     faults: tuple[Fault, ...] = ()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torrential.comm.messenger import Key
 from torrential.comm.outbox import Outgoing
 from torrential.comm.points import PointToPoint
-from torrential.comm.protocol import COORDINATORS, Handle, Part, Standing, role_name
+from torrential.comm.protocol import COORDINATORS, Agreement, Handle, Part, role_name
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.schedules.base import Costs
@@ -19,8 +19,8 @@ from torrential.config import RunConfig
 from torrential.errors import Regrouped, RunFailed, WaitedTooLong
 from torrential.membership import messages as m
 from torrential.membership.meeting import leave, meet
-from torrential.trainer.backward import Work
-from torrential.worlds.sim.group import Group
+from torrential.trainer.backward import GradientWork
+from torrential.worlds.sim.group import SimMembership
 from torrential.worlds.sim.mail import ADD, COPY, HEADER, Hub, SimMail, as_now
 
 PAUSE_SECONDS = 1.0  # of virtual time, between looks at the clock
@@ -98,7 +98,7 @@ class SimComm(SimMail):
     def __init__(
         self,
         hub: Hub,
-        group: Group,
+        group: SimMembership,
         config: RunConfig,
         rank: int,
         seconds_per_sample: float,
@@ -129,7 +129,7 @@ class SimComm(SimMail):
         self._batch += 1
         done = 0.0
         result: Any
-        if isinstance(work, Work):  # else there is nothing to compute
+        if isinstance(work, GradientWork):  # else there is nothing to compute
             done = FORWARD * seconds
             if hands is None:
                 result = work()
@@ -233,7 +233,7 @@ class SimComm(SimMail):
         if self._newest > self.generation:
             raise Regrouped(self._newest)
 
-    def regroup(self, stand: Callable[[], int]) -> Standing:
+    def regroup(self, stand: Callable[[], int]) -> Agreement:
         go = meet(self, stand)
         self.generation, self.members = go.generation, tuple(go.members)
         self._alone = len({self.hub.cluster.host_of_worker(rank) for rank in self.members}) == 1
@@ -242,7 +242,7 @@ class SimComm(SimMail):
         self.carrier.regroup(self.generation, self.members)
         self._points.regroup()
         self._groups.clear()
-        return Standing(self.generation, self.members, go.source, go.applied, tuple(go.behind))
+        return Agreement(self.generation, self.members, go.source, go.applied, tuple(go.behind))
 
     def begin(self) -> None:
         """Where workers do not regroup, wait for the word to begin; a coordinator begins with the first view."""

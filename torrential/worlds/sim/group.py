@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torrential.comm.protocol import OBSERVER
 from torrential.membership import messages as m
-from torrential.membership.actions import Action, Note, Send, Show, Start
+from torrential.membership.actions import Action, Note, Show, Start, Tell
 from torrential.membership.machine import Membership
 from torrential.membership.roles import Who
 from torrential.worlds.observing import SnapshotTaken
@@ -39,7 +39,7 @@ class Stage(Protocol):
         """What a worker is at, for whoever watches."""
 
 
-class Group:
+class SimMembership:
     def __init__(self, hub: Hub, membership: Membership, stage: Stage) -> None:
         self._hub, self.membership, self._stage = hub, membership, stage
         self._wakes_at: float | None = None
@@ -94,9 +94,9 @@ class Group:
     def _do(self, action: Action) -> None:
         kernel = self._hub.kernel
         match action:
-            case Send(to, message, tensors) if to.address == OBSERVER:
+            case Tell(to, message, tensors) if to.address == OBSERVER:
                 self._stage.observe(message, tensors)
-            case Send(to, message):
+            case Tell(to, message):
                 kernel.after(self._hub.cluster.network.latency, self.deliver, to, message)
             case Start(who):
                 ready = self._stage.start(who)

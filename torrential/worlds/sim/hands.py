@@ -5,7 +5,7 @@
                  finish(work) ◄── losses; gradients and buffers from the slot
     hand         the same task and model: loads a slot, computes, leaves the gradients there
 
-What a Work comes to depends on nothing but what is sent, so a run is the same to the byte with any number of hands.
+Gradients depend on nothing but what is sent, so a run is the same to the byte with any number of helpers.
 They are a help and no more: what no hand has begun when it is needed, what fails there, and what a dead or silent one
 had begun is computed here. Each has two slots, so that it need not wait for the simulation between two works.
 """
@@ -32,14 +32,14 @@ from torrential.errors import RunFailed, TorrentialError
 from torrential.processes import start_helper
 from torrential.shipping import pack
 from torrential.task import Task
-from torrential.trainer.backward import Work
+from torrential.trainer.backward import GradientWork
 from torrential.worlds.sim.slots import SLOTS, Flags, Slots, Welcome, copied, form_of, tensors_of
 
 
 class _Job:
-    """A Work, and where it is."""
+    """A GradientWork, and where it is."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: GradientWork) -> None:
         self.work = work
         self.hand: _Hand | None = None
         self.losses: list[float] | None = None  # None: not computed
@@ -104,7 +104,7 @@ class Hands:
         while self._hands:
             self._hands.popitem()[1].end()
 
-    def begin(self, work: Work) -> _Job:
+    def begin(self, work: GradientWork) -> _Job:
         self._start(work.gradients.model)
         job = _Job(work)
         self._waiting.append(job)

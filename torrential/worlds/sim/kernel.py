@@ -81,14 +81,14 @@ class Kernel:
             pass
 
     # -- roles ----------------------------------------------------------------------------------------------------
-    def role(self, name: str, program: Callable[[], None], uses_torch: bool = True) -> Role:
+    def role(self, name: str, program: Callable[[], None], uses_torch: bool = True) -> SimRole:
         """It begins at once, that is, as the next event of this moment."""
-        role = Role(self, name, program, uses_torch)
+        role = SimRole(self, name, program, uses_torch)
         self.after(0.0, role.go_on, role.turn)
         return role
 
 
-class Role:
+class SimRole:
     def __init__(self, kernel: Kernel, name: str, program: Callable[[], None], uses_torch: bool) -> None:
         self.kernel, self.name, self.over, self._uses_torch = kernel, name, False, uses_torch
         self.turn = 0  # which of its waits this is: whatever would end an earlier one comes too late

@@ -18,7 +18,7 @@ from torrential.server.messages import View
 from torrential.worlds.sim.cluster import Cluster, Inside
 from torrential.worlds.sim.cores import Cores
 from torrential.worlds.sim.hands import Hands
-from torrential.worlds.sim.kernel import Kernel, Role
+from torrential.worlds.sim.kernel import Kernel, SimRole
 from torrential.worlds.sim.network import Network
 from torrential.worlds.sim.trace import Trace
 
@@ -109,7 +109,7 @@ class SimMail:
 
     def __init__(self, hub: Hub, address: int, host: int, life: int = 0) -> None:
         self.hub, self.address, self.host, self.who = hub, address, host, Who(address, life)
-        self.role: Role  # whose mail this is
+        self.role: SimRole  # whose mail this is
         self.meter = Meter(clock=self.now)
         self.view = View(-1, (), ())
         self._stop = False

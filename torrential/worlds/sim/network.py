@@ -17,7 +17,7 @@ from math import inf
 from typing import Any
 
 from torrential.comm.protocol import SERVERS, role_name
-from torrential.worlds.sim.cluster import Network as Costs
+from torrential.worlds.sim.cluster import NetworkCosts
 from torrential.worlds.sim.kernel import Kernel
 from torrential.worlds.sim.trace import IN, OUT, Trace
 
@@ -87,7 +87,7 @@ Sending = tuple[int, Callable[..., None], tuple[Any, ...]]  # bytes, and whom to
 
 
 class Network:
-    def __init__(self, kernel: Kernel, costs: Costs, trace: Trace | None = None) -> None:
+    def __init__(self, kernel: Kernel, costs: NetworkCosts, trace: Trace | None = None) -> None:
         self._kernel, self._costs, self._trace = kernel, costs, trace
         self._out: dict[int, Line] = {}  # by host
         self._in: dict[int, Line] = {}

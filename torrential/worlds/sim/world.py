@@ -21,7 +21,7 @@ from torrential.optim.schedule import schedule_of
 from torrential.records import Evaluation, Event, Record, Step
 from torrential.server.role import Server
 from torrential.strategies.base import needs_servers
-from torrential.strategies.roles import Role as StrategyRole
+from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
 from torrential.trainer.observer import Observer
 from torrential.trainer.serving import ServerPlan
@@ -32,9 +32,9 @@ from torrential.worlds.sim.cluster import Cluster, Fault
 from torrential.worlds.sim.comm import SimComm
 from torrential.worlds.sim.compute_time import measure_seconds_per_sample
 from torrential.worlds.sim.faults import Faults
-from torrential.worlds.sim.group import Group
+from torrential.worlds.sim.group import SimMembership
 from torrential.worlds.sim.hands import Hands
-from torrential.worlds.sim.kernel import Kernel, Role
+from torrential.worlds.sim.kernel import Kernel, SimRole
 from torrential.worlds.sim.mail import Hub, SimMail
 from torrential.worlds.sim.outlet import SimObserving, SimOutlet
 from torrential.worlds.sim.timed import TimedHome, TimedMail, TimedServer
@@ -45,7 +45,7 @@ YOUNG = 10_000  # objects before the youngest of them are looked through for gar
 YOUNG_AND_EMPTY = 1_000_000  # the same where none of them can keep a tensor's memory
 
 
-class Watch(Protocol):
+class SimulationWatch(Protocol):
     """Somebody who looks at a simulation from outside of its time; torrential/testing does."""
 
     def begin(self, kernel: Kernel, hub: Hub, membership: Membership) -> None:
@@ -62,7 +62,7 @@ class SimWorld:
     """Implements worlds.base.World."""
 
     def __init__(
-        self, cluster: Cluster, observer: Callable[..., Observer] = Observer, watch: Watch | None = None
+        self, cluster: Cluster, observer: Callable[..., Observer] = Observer, watch: SimulationWatch | None = None
     ) -> None:
         self._cluster, self._observer, self._watch = cluster, observer, watch
 
@@ -71,7 +71,7 @@ class SimWorld:
         torch.set_num_threads(job.config.settings.threads or 1)
         dry = job.config.sim.gradients == "off"
         gc.set_threshold(YOUNG_AND_EMPTY if dry else YOUNG, *thresholds[1:])
-        run = _Run(job, self._cluster, write, listener, self._observer, self._watch)
+        run = _Simulation(job, self._cluster, write, listener, self._observer, self._watch)
         try:
             run.simulate()
         finally:
@@ -94,7 +94,7 @@ def rules_of(job: Job) -> Rules:
     )
 
 
-class _Run:
+class _Simulation:
     """Implements worlds.sim.group.Stage and worlds.sim.faults.Stricken."""
 
     def __init__(
@@ -104,7 +104,7 @@ class _Run:
         write: Callable[[Record], None],
         listener: Listener,
         make_observer: Callable[..., Observer],
-        watch: Watch | None,
+        watch: SimulationWatch | None,
     ) -> None:
         self._job, self._cluster, self._write_record, self._listener = job, cluster, write, listener
         self._watch = watch
@@ -115,9 +115,9 @@ class _Run:
         dry = config.sim.gradients == "off"
         self._hub = Hub(self._kernel, cluster, config.seed, self._trace, "meta" if dry else "cpu")
         roles = job.strategy.roles(config.workers, config.servers)
-        self._programs: dict[str, StrategyRole] = {r.name: r for r in roles if isinstance(r, StrategyRole)}
+        self._programs: dict[str, Role] = {r.name: r for r in roles if isinstance(r, Role)}
         self._membership = Membership(population(job), rules_of(job))
-        self._group = Group(self._hub, self._membership, self)
+        self._group = SimMembership(self._hub, self._membership, self)
         real = torch.device(config.device)
         self._device = torch.device("meta") if dry else real
         with attributed("observer", job.directory):
@@ -133,7 +133,7 @@ class _Run:
                 if isinstance(told, str)
                 else told
             )
-        self._roles: dict[int, Role] = {}  # by address
+        self._roles: dict[int, SimRole] = {}  # by address
         self._contexts: dict[str, RoleContext] = {}  # of programs that are built, by the role's name
         self._step = job.checkpoint.step if job.checkpoint else 0
         self._membership.stepped(self._step)
@@ -189,7 +189,7 @@ class _Run:
             waiting = ", ".join(map(str, self._membership.workers))
             raise RunFailed(f"nobody can go on: {waiting} wait, and nothing is under way (at {self._kernel.now:.1f} s)")
 
-    # -- what worlds.sim.group.Group asks for ---------------------------------------------------------------------
+    # -- what worlds.sim.group.SimMembership asks for -------------------------------------------------------------
     def start(self, who: Who) -> Ready | None:
         role, _ = role_of(who.address)
         if role == "observer":
