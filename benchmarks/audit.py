@@ -163,9 +163,9 @@ class _Member:
             self._entries[Entry.SENT] = number
             self._under_way.append((time.monotonic(), self._send(self._chance.choice(KINDS), number, values)))
             if len(self._under_way) == DEPTH:
-                self._settle()
+                self._wait_for_oldest()
         while self._under_way:
-            self._settle()
+            self._wait_for_oldest()
         self._entries[Entry.ENDED] = 1
         if self._rank == min(self._comm.view.workers):
             self._tell_values()
@@ -188,7 +188,7 @@ class _Member:
             return client.push(values, keys=self._keys, clock=clock, lr=-1.0)
         return client.push_pull(whole, self._into, clock=clock, lr=-1.0)
 
-    def _settle(self) -> None:
+    def _wait_for_oldest(self) -> None:
         """The oldest of those under way."""
         sent_at, pending = self._under_way.popleft()
         pending.wait()

@@ -17,13 +17,13 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from torrential.comm.protocol import SERVERS, Letter, Meter, letter_by_letter
-from torrential.params.home import Finished
+from torrential.params.base import Finished
 from torrential.params.layout import Bucket, Layout, ParameterEntry
 from torrential.server import ring
 from torrential.server.client import Client
 from torrential.server.consistency import Consistency
 from torrential.server.messages import View
-from torrential.server.role import Server
+from torrential.server.server import Server
 from torrential.server.shard import Initial
 from torrential.task import OptimizerSpec
 

@@ -26,7 +26,7 @@ from torrential.comm import messenger as messaging
 from torrential.comm import wire
 from torrential.comm.admission import MOST_STRANGERS
 from torrential.comm.carrier import Carrier, Operation
-from torrential.comm.messenger import Messenger, PeerGreeting, TensorMessage, settle
+from torrential.comm.messenger import Messenger, PeerGreeting, TensorMessage, exchange_markers
 from torrential.comm.protocol import ALIGNMENT, Meter, Part, slices
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.shared import MAIL_BYTES, SMALL_BYTES, WORDS, SharedCarrier
@@ -102,7 +102,7 @@ class Group:
             if self.messengers:
                 mine = self.messengers[carrier.rank]
                 mine.regroup(generation, {r: (self.messengers[r].address, 0) for r in ranks if r != carrier.rank})
-                settle(mine, ranks, carrier.check, 5.0)
+                exchange_markers(mine, ranks, carrier.check, 5.0)
             carrier.regroup(generation, ranks)
 
         self.run(one)
@@ -524,7 +524,7 @@ def test_a_message_for_a_lost_peer_is_dropped() -> None:
         until(lambda: low._peers[2].lost)
         assert not low.send(2, "anything", [torch.ones(3)]).done()
         with pytest.raises(PeerLost, match="worker 2"):
-            settle(low, (0, 2), lambda: None, 0.05)
+            exchange_markers(low, (0, 2), lambda: None, 0.05)
 
 
 def header(envelope: Any) -> bytes:

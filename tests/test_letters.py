@@ -406,7 +406,10 @@ def test_no_mutation_of_a_frame_does_more_than_close_the_connection() -> None:
             (Call(seq=7, clock=1, view=2, name="f", options={"a": {"b": [1.5, None, "c", b"d"]}}), []),
             (Done(seq=8, finished=True), [torch.ones(30_000)]),
             (Refused(seq=9, reason="for one"), []),
-            (ShardState(start=0, stop=9, number=4, names=("sum",), rest=b"123", view=2), [values[:9], torch.ones(9)]),
+            (
+                ShardState(start=0, stop=9, number=4, names=("sum",), metadata=b"123", view=2),
+                [values[:9], torch.ones(9)],
+            ),
             (View(3, (0, 1), (Range(0, 9, (SERVERS, SERVERS + 1)),)), []),
         ]
         valid = [b"".join(frame(message, tensors, memory)[0]) for message, tensors in letters]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from torrential.comm.protocol import Agreement, Meter, Part, slices
 from torrential.params import shared
-from torrential.params.home import Finished, Update
+from torrential.params.base import Finished, Update
 from torrential.params.layout import Layout, plan
 from torrential.params.shared import SharedParameters, Unit
 from torrential.task import OptimizerSpec, optimizer
@@ -208,7 +208,7 @@ class Crew:
         self.done += 1
         if dying is None:
             for rank in self.meeting.members:
-                self.homes[rank].settle()
+                self.homes[rank].wait_for_everybody()
 
     def contents(self) -> dict[str, bytes]:
         """Parameters, state and counts, as a survivor sees them."""

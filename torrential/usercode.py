@@ -51,10 +51,10 @@ def failed(fact: str, error: BaseException, made_by: Callable[..., Any] | None =
     place = place_of(error)
     if not place and made_by is not None and (defined := _definition(made_by)):
         place = f"model factory at {defined}"
-    told = TaskFailed(f"{fact} {in_words(error)}{place and f' ({place})'}")
+    failure = TaskFailed(f"{fact} {in_words(error)}{place and f' ({place})'}")
     if trace := trace_of(error):
-        told.add_note(trace)
-    return told
+        failure.add_note(trace)
+    return failure
 
 
 @contextlib.contextmanager

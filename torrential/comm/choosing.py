@@ -103,7 +103,7 @@ class Chooser:
         self.table: Fitted | None = None
         self._picks: dict[int, str] = {}
 
-    def settle(
+    def agree_on_costs(
         self,
         data: Tensor | None = None,
         seconds: float = BUDGET_SECONDS,
@@ -141,11 +141,11 @@ class Chooser:
         return name
 
     def choice(self, nbytes: int) -> Choice:
-        assert self.table is not None, "settle first"
+        assert self.table is not None, "agree_on_costs first"
         return self.table.choose(nbytes, len(self._comm.members), self._names)
 
     def describe(self) -> str:
-        assert self.table is not None, "settle first"
+        assert self.table is not None, "agree_on_costs first"
         sizes = [size for points in self.table.measured.values() for size, _ in points]
         least, most = min(sizes), max(sizes)
         picks = [f"{n:,} bytes{' (extrapolated)' if n > most else ''}: {self.choice(n).reason}" for n in SHOWN]

@@ -68,12 +68,12 @@ class HierarchicalCarrier(ScheduledCarrier):
         self.meter.bytes_sent += self._inside.bytes_sent
         self._inside.bytes_sent = 0
 
-    def rest(self, head: Operation, waited: float) -> None:
+    def idle(self, head: Operation, waited: float) -> None:
         below = head.waits_in_memory() if isinstance(head, _Levels) else None
         if below is None:
-            super().rest(head, waited)
+            super().idle(head, waited)
         else:
-            below.carrier.rest(below, waited)
+            below.carrier.idle(below, waited)
 
 
 class _Levels(Operation):

@@ -41,10 +41,14 @@ class Peer:
     """The connection to one other worker."""
 
     def __init__(
-        self, rank: int, life: int, connection: wire.Connection[TensorMessage | PeerGreeting], told: Callable[[], None]
+        self,
+        rank: int,
+        life: int,
+        connection: wire.Connection[TensorMessage | PeerGreeting],
+        on_written: Callable[[], None],
     ) -> None:
         self.rank, self.life, self.connection = rank, life, connection
-        self._outbox = Outbox(connection.write, told)
+        self._outbox = Outbox(connection.write, on_written)
 
     @property
     def lost(self) -> bool:
@@ -206,21 +210,21 @@ class Messenger:
             peer.lose()
 
 
-def settle(messenger: Messenger, members: Sequence[int], check: Callable[[], None], timeout: float) -> None:
+def exchange_markers(messenger: Messenger, members: Sequence[int], check: Callable[[], None], timeout: float) -> None:
     """Exchange markers with every other member: afterwards nothing of an earlier generation can arrive.
 
     A member that was left out of a generation may find only now that the others have hung up on it; its new
     connection gets the marker that the old one has lost.
     """
     missing = [r for r in members if r != messenger.rank]
-    told: dict[int, Peer] = {}
+    marked: dict[int, Peer] = {}
     deadline = time.monotonic() + timeout
     while True:
         for rank in list(missing):
             came = messenger.arrived(rank, "marker")  # over the connection that is found now, or one before it
             peer = messenger.reach(rank)
-            if peer is not None and told.get(rank) is not peer:
-                told[rank] = peer
+            if peer is not None and marked.get(rank) is not peer:
+                marked[rank] = peer
                 messenger.send(rank, "marker", ())
             if came:
                 messenger.take(rank, "marker")

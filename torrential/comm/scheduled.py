@@ -49,7 +49,7 @@ class ScheduledCarrier(Carrier):
         self.messenger = messenger
         self.channel = channel  # apart from those of other carriers over the same messenger
 
-    def rest(self, head: Operation, waited: float) -> None:
+    def idle(self, head: Operation, waited: float) -> None:
         self.messenger.pause(REST_SECONDS)
 
     def _advance(self) -> None:

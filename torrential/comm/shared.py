@@ -88,7 +88,7 @@ class SharedCarrier(Carrier):
     def published(self, rank: int) -> int:
         return self._words[self._word(rank, 0)]
 
-    def rest(self, head: Operation, waited: float) -> None:
+    def idle(self, head: Operation, waited: float) -> None:
         assert isinstance(head, _SharedOperation)
         rank, which = head.lagging(), head.stage
         word = self._word(rank, which)

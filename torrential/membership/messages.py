@@ -108,7 +108,7 @@ class Go(MemberMessage, frozen=True):
     applied: int
     behind: list[int]
     began: float  # when the run began, on the clock of the world
-    meeting: str = ""  # where a library of collectives finds its members, if one is used; the world fills it in
+    rendezvous: str = ""  # where a library of collectives finds its members, if one is used; the world fills it in
 
 
 class Roster(MemberMessage, frozen=True):

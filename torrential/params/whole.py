@@ -1,7 +1,7 @@
 """What an optimizer is like that is run on whole tensors: found out by trying it on small ones of the model's kinds.
 
 torch's SGD, Adam, AdamW, Adagrad and RMSprop treat every element alike, so they may be run on any part of a flat vector
-(`state_keys` in params/home.py). Any other class, one's own above all, may look at shapes, at the other parameters, or
+(`state_keys` in params/base.py). Any other class, one's own above all, may look at shapes, at the other parameters, or
 at their order. It is given the model's trained parameters, in their order and in their shapes, and what else must hold
 for it to be cut, kept or resumed is not assumed but tried:
 

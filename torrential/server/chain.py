@@ -42,8 +42,9 @@ class ChainLink:
         self.current = shard is not None  # whether it can go on from what the one before it sends
         self.view = 0
         self.stable = 0 if shard is None else shard.number  # operations that are on all servers after this one
-        self.settled: Callable[[Ask, Outcome, Sequence[Tensor]], None] = _nobody
-        self.progressed: Callable[[], None] = _nothing  # more of it is on all replicas
+        # called at the head: when the outcome of a request is on all replicas, and when more operations are
+        self.on_replicated: Callable[[Ask, Outcome, Sequence[Tensor]], None] = _nobody
+        self.progressed: Callable[[], None] = _nothing
         self._comm, self._shard = comm, shard
         self._waiting: deque[tuple[int, Ask, Outcome, Sequence[Tensor]]] = deque()
 
@@ -86,7 +87,7 @@ class ChainLink:
 
     # -- at the head -------------------------------------------------------------------------------------------------
     def commit(self, operation: ShardOperation, tensors: Sequence[Tensor] = (), asks: Sequence[Ask] = ()) -> None:
-        """Apply it here and on all replicas; then the asks, one for each request it carries out, are settled."""
+        """Apply an operation here and on all replicas; then answer `asks`, one for each request it carries out."""
         shard = self.shard
         results = shard.apply(operation, tensors)
         if self.after is None:
@@ -94,13 +95,13 @@ class ChainLink:
         else:
             self._pass_on(_encode(operation), tensors)
         for ask, result in zip(asks, results, strict=True):
-            self.settle(ask, result)
+            self.answer_when_replicated(ask, result)
 
-    def settle(self, ask: Ask, result: Result) -> None:
-        """As soon as all that was applied so far is on all replicas."""
+    def answer_when_replicated(self, ask: Ask, result: Result) -> None:
+        """Answer a request as soon as all that was applied so far is on all replicas."""
         number = self.shard.number
         if self.stable >= number:
-            self.settled(ask, *result)
+            self.on_replicated(ask, *result)
         else:
             self._waiting.append((number, ask, *result))
 
@@ -162,7 +163,7 @@ class ChainLink:
             return
         while self._waiting and self._waiting[0][0] <= self.stable:
             _, ask, outcome, tensors = self._waiting.popleft()
-            self.settled(ask, outcome, tensors)
+            self.on_replicated(ask, outcome, tensors)
         self.progressed()
 
     def _acknowledge(self) -> None:

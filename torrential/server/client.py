@@ -1,4 +1,4 @@
-"""A worker's hand on the parameter server.
+"""A worker's client of the parameter servers.
 
     push ──► split by the view's table ──► one request to the head of each range ──► answers ──► the handle is done
                      ▲                                     │
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
     finished: bool = False
     tensors: Sequence[Tensor] = ()  # what handlers returned, by range
     ahead: int = 0  # completed by all workers, on the range furthest ahead
-    rests: Sequence[bytes] = ()  # of copies, by range: see server/copies.py
+    metadata: Sequence[bytes] = ()  # of copies, by range: see server/copies.py
 
 
 class Client:
@@ -157,9 +157,9 @@ class Client:
 
     def save(self, into: Sequence[Tensor]) -> PendingRequest:
         """A checkpoint: all parameters, and each of the optimizer's states, as they are at one moment of training, into
-        vectors of full length; Answer.rests has the rest. One worker at a time does this, and no other needs to know:
-        what it has sent by the time it hears of it belongs to the checkpoint (server/copies.py). A worker that has
-        left asks for the last one; it does not know of those that others have asked for since."""
+        vectors of full length; Answer.metadata has the rest. One worker at a time does this, and no other needs to
+        know: what it has sent by the time it hears of it belongs to the checkpoint (server/copies.py). A worker that
+        has left asks for the last one; it does not know of those that others have asked for since."""
         left = self.comm.address not in self.comm.view.workers
         self._saved = max(self._saved, self._marked, LAST if left else 0) + 1
         parts = self._cutter.cut([(0, self.numel)] * len(into), (), into)
@@ -406,12 +406,12 @@ class PendingRequest:
         if len(answers) > 1:
             answers.sort(key=lambda answer: answer[0].start)
         first, tensors = answers[0]
-        version, clock, ahead, rests = first.version, first.clock, first.clock, [first.rest]
+        version, clock, ahead, metadata = first.version, first.clock, first.clock, [first.metadata]
         if len(answers) > 1:
             version, clock = min(done.version for done, _ in answers), min(done.clock for done, _ in answers)
             ahead = max(done.clock for done, _ in answers)
             tensors = [tensor for _, tensors in answers for tensor in tensors]
-            rests = [done.rest for done, _ in answers]
+            metadata = [done.metadata for done, _ in answers]
         return Answer(
             version,
             clock,
@@ -424,5 +424,5 @@ class PendingRequest:
             first.finished,
             tensors,
             ahead,
-            rests if first.rest else (),
+            metadata if first.metadata else (),
         )

@@ -65,7 +65,7 @@ class Head:
             Take: self._take,
             Mark: lambda ask: self._copies.mark(ask, self._done),
         }
-        link.settled, link.progressed = self._settled, self._close
+        link.on_replicated, link.progressed = self._on_replicated, self._close
 
     @property
     def completed(self) -> int:
@@ -84,7 +84,7 @@ class Head:
         self._done = {worker: max(clock.least(), self._done.get(worker, 0)) for worker, clock in shard.clocks.items()}
         self._count()
         self._ahead = {worker for worker, done in self._done.items() if done > shard.closed}
-        self._look()
+        self._proceed()
 
     def _forget(self, gone: Collection[int], life: int) -> None:
         """Workers that are gone, or whose place another has taken; the next life of each is this one or a later."""
@@ -99,12 +99,12 @@ class Head:
         self._ahead.difference_update(gone)
         self._copies.gone(gone)
 
-    def _look(self) -> None:
-        """Whether anything can go on."""
+    def _proceed(self) -> None:
+        """Let whatever waits here go on, if it can by now."""
         self._close()
         self._release()
         self._deal()
-        self._copies.look(self._done)
+        self._copies.answer_if_complete(self._done)
 
     def waits_for(self) -> Iterator[int]:
         """Workers without whom something that waits here cannot go on."""
@@ -159,7 +159,7 @@ class Head:
             return  # a late copy of something that was answered
         result = shard.answered(worker, request.seq)
         if result is not None:
-            self._link.settle(ask, result)
+            self._link.answer_when_replicated(ask, result)
             return
         reason = objection(shard, ask)
         if reason is not None:
@@ -198,8 +198,8 @@ class Head:
             self._copies.follow(operation, ask.tensors)
         self._link.commit(operation, ask.tensors, (ask,))
 
-    def _settled(self, ask: Ask, outcome: Outcome, tensors: Sequence[Tensor]) -> None:
-        """What the request came to is on all replicas."""
+    def _on_replicated(self, ask: Ask, outcome: Outcome, tensors: Sequence[Tensor]) -> None:
+        """Answer a request whose outcome is on all replicas by now."""
         request = ask.request
         if type(request) is Push and request.pull:
             self._read(ask, request.clock + 1, outcome)
@@ -208,7 +208,7 @@ class Head:
         else:
             self._answer(ask, outcome, tensors)
 
-    def _answer(self, ask: Ask, outcome: Outcome, tensors: Sequence[Tensor] = (), rest: bytes = b"") -> None:
+    def _answer(self, ask: Ask, outcome: Outcome, tensors: Sequence[Tensor] = (), metadata: bytes = b"") -> None:
         request = ask.request
         done = Done(
             seq=request.seq,
@@ -223,17 +223,17 @@ class Head:
             epoch=outcome.epoch,
             total=outcome.total,
             finished=outcome.finished,
-            rest=rest,
+            metadata=metadata,
         )
         self._comm.post(ask.worker, done, tensors)
 
     # -- reads -------------------------------------------------------------------------------------------------------
     def _pull(self, ask: Ask) -> None:
         if self._passes(ask, ask.request.clock, Outcome()):
-            self._link.settle(ask, (Outcome(self.shard.version), ()))
+            self._link.answer_when_replicated(ask, (Outcome(self.shard.version), ()))
 
     def _read(self, ask: Ask, clock: int, outcome: Outcome) -> None:
-        """After a push that is settled."""
+        """Answer a push with the parameters, as soon as they may be read."""
         if self._passes(ask, clock, outcome):
             read = Outcome(self.shard.version, outcome.dropped, staleness=outcome.staleness)
             self._answer(ask, read, self._values(ask))
@@ -327,7 +327,8 @@ class Head:
         dealer = self.shard.dealer
         assert dealer is not None  # else it was refused
         if dealer.together and ask.request.clock < dealer.dealt:
-            self._link.settle(ask, (Outcome(self.shard.version), ()))  # its others have been dealt to: it gets nothing
+            # the other workers of its clock have been dealt to: it gets nothing
+            self._link.answer_when_replicated(ask, (Outcome(self.shard.version), ()))
             return
         self._takes.setdefault(ask.request.clock if dealer.together else 0, {})[ask.worker] = ask
         self._deal()
@@ -353,7 +354,7 @@ class Head:
                 takes.clear()  # this time, so that they go on to the next clock
                 self._empty = max(self._empty, *(ask.request.clock + 1 for ask in asks))
                 for ask in asks:
-                    self._link.settle(ask, (Outcome(self.shard.version), ()))
+                    self._link.answer_when_replicated(ask, (Outcome(self.shard.version), ()))
             else:
                 for worker, ask in list(takes.items()):
                     early = ask.request.after > self.shard.version  # type: ignore[attr-defined]
@@ -369,7 +370,7 @@ class Head:
 
     def _finish(self, asks: list[Ask]) -> None:
         for ask in asks:
-            self._link.settle(ask, (Outcome(self.shard.version, finished=True), ()))
+            self._link.answer_when_replicated(ask, (Outcome(self.shard.version, finished=True), ()))
 
 
 def asked(ask: Ask) -> RequestInfo:

@@ -79,7 +79,7 @@ class Take(Request, frozen=True, kw_only=True):
 
 class Save(Request, frozen=True, kw_only=True):
     """The copy that belongs to checkpoint `number`, as soon as it is complete (server/copies.py); spans: one for the
-    parameters and one for each of the optimizer's states. The answer has no `rest` where the copy is lost."""
+    parameters and one for each of the optimizer's states. The answer has no `metadata` where the copy is lost."""
 
     number: int
 
@@ -112,7 +112,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     epoch: int = 0
     total: int = 0  # samples that all workers together were given at this clock
     finished: bool = False  # nothing is left to take
-    rest: bytes = b""  # of a copy, besides its tensors: encoded by server/copies.py
+    metadata: bytes = b""  # of a copy, besides its tensors: encoded by server/copies.py
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -165,7 +165,7 @@ class ShardState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stop: int
     number: int  # operations applied so far
     names: tuple[str, ...]
-    rest: bytes  # clocks, sequence numbers, dealer: encoded by server/shard.py
+    metadata: bytes  # clocks, sequence numbers, dealer: encoded by server/shard.py
     view: int
 
 

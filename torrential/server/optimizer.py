@@ -21,7 +21,7 @@ from torch import Tensor
 from torrential.comm.protocol import Mail
 from torrential.errors import BadInput
 from torrential.optim.rates import Rates
-from torrential.params.home import counts_steps, is_elementwise, state_keys
+from torrential.params.base import counts_steps, is_elementwise, state_keys
 from torrential.params.layout import Layout, Piece
 from torrential.params.whole import OptimizerTraits, form_of
 from torrential.server.messages import Span

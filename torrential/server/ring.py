@@ -7,7 +7,7 @@
 
 A newcomer takes the tail of every server's share, so 1/(S+1) of the keys move, and none between old servers. Ranges
 are cut and never joined again, so that a server can follow by cutting what it holds. Nobody is made the head of what it
-does not hold: a newcomer is first filled as a replica, and `promote` is called when it says so (server/role.py).
+does not hold: a newcomer is first filled as a replica, and `promote` is called when it says so (server/server.py).
 
 Cuts are aligned to cache lines; an optimizer that looks at whole tensors is cut at `bounds` only.
 """

@@ -75,8 +75,8 @@ Result = tuple[Outcome, Sequence[Tensor]]
 Handler = Callable[["Shard", Mapping[str, Any], Sequence[Tensor]], Sequence[Tensor]]
 
 
-class Rest(msgspec.Struct):
-    """A shard without its vectors."""
+class ShardMetadata(msgspec.Struct):
+    """Everything a shard keeps besides its vectors."""
 
     version: int
     closed: int
@@ -104,21 +104,24 @@ class Initial:
 
 
 class Shard:
-    def __init__(self, store: Store, start: int, stop: int, handlers: Mapping[str, Handler], rest: Rest) -> None:
+    def __init__(
+        self, store: Store, start: int, stop: int, handlers: Mapping[str, Handler], metadata: ShardMetadata
+    ) -> None:
         self.store, self.start, self.stop, self.handlers = store, start, stop, handlers
         self.number = 0  # operations applied
-        self.version, self.closed, self.marked, self.dropped = rest.version, rest.closed, rest.marked, rest.dropped
-        self.staleness = rest.staleness  # updates between the read and the push: how often
-        self.clocks = {worker: _clock(start, stop, pieces) for worker, pieces in rest.clocks.items()}
-        self.floors, self.lives = rest.floors, rest.lives  # by worker; lives before these are over
+        self.version, self.closed = metadata.version, metadata.closed
+        self.marked, self.dropped = metadata.marked, metadata.dropped
+        self.staleness = metadata.staleness  # updates between the read and the push: how often
+        self.clocks = {worker: _clock(start, stop, pieces) for worker, pieces in metadata.clocks.items()}
+        self.floors, self.lives = metadata.floors, metadata.lives  # by worker; lives before these are over
         self.answers: dict[int, dict[int, Result]] = {
             worker: {seq: (outcome, [_unpack(p) for p in packed]) for seq, (outcome, packed) in answers.items()}
-            for worker, answers in rest.answers.items()
+            for worker, answers in metadata.answers.items()
         }
-        self.dealer = rest.dealer
+        self.dealer = metadata.dealer
         self.parameters = store.parameters[start:stop]
         self.states = {name: vector[start:stop] for name, vector in store.states.items()}
-        self.optimizer = optimizer_of(store, start, stop, rest.scalars)
+        self.optimizer = optimizer_of(store, start, stop, metadata.scalars)
 
     @classmethod
     def fresh(cls, store: Store, start: int, stop: int, handlers: Mapping[str, Handler], initial: Initial) -> Shard:
@@ -130,14 +133,16 @@ class Shard:
         if dealer is not None:
             dealer.forget(dealer.holders())
         scalars = {entry: dict(values) for entry, values in initial.scalars.items()}
-        rest = Rest(initial.version, initial.clock, 0, 0, {}, {}, {}, {}, scalars, dealer)
-        return cls(store, start, stop, handlers, rest)
+        metadata = ShardMetadata(initial.version, initial.clock, 0, 0, {}, {}, {}, {}, scalars, dealer)
+        return cls(store, start, stop, handlers, metadata)
 
     # -- a copy for another server, or a piece of it -----------------------------------------------------------------
     def state(self, view: int) -> tuple[ShardState, list[Tensor]]:
         names = tuple(self.states)
-        rest = msgspec.msgpack.encode(self._rest())
-        message = ShardState(start=self.start, stop=self.stop, number=self.number, names=names, rest=rest, view=view)
+        metadata = msgspec.msgpack.encode(self.metadata())
+        message = ShardState(
+            start=self.start, stop=self.stop, number=self.number, names=names, metadata=metadata, view=view
+        )
         return message, [tensor.clone() for tensor in self.store.tensors(self.start, self.stop)]
 
     @classmethod
@@ -147,17 +152,17 @@ class Shard:
         assert state.names == tuple(store.states), (state.names, tuple(store.states))
         for mine, theirs in zip(store.tensors(state.start, state.stop), tensors, strict=True):
             mine.copy_(theirs)
-        rest = msgspec.msgpack.decode(state.rest, type=Rest)
-        shard = cls(store, state.start, state.stop, handlers, rest)
+        metadata = msgspec.msgpack.decode(state.metadata, type=ShardMetadata)
+        shard = cls(store, state.start, state.stop, handlers, metadata)
         shard.number = state.number
         return shard
 
     def part(self, start: int, stop: int) -> Shard:
         """The same, of fewer keys. The vectors stay where they are; what is counted stays with the first piece."""
-        rest = msgspec.msgpack.decode(msgspec.msgpack.encode(self._rest()), type=Rest)
+        metadata = msgspec.msgpack.decode(msgspec.msgpack.encode(self.metadata()), type=ShardMetadata)
         if start != self.start:
-            rest.dealer, rest.staleness, rest.dropped = None, {}, 0
-        piece = Shard(self.store, start, stop, self.handlers, rest)
+            metadata.dealer, metadata.staleness, metadata.dropped = None, {}, 0
+        piece = Shard(self.store, start, stop, self.handlers, metadata)
         piece.number = self.number
         return piece
 
@@ -167,11 +172,11 @@ class Shard:
             store.tensors(self.start, self.stop), self.store.tensors(self.start, self.stop), strict=True
         ):
             copy.copy_(mine)
-        rest = msgspec.msgpack.decode(msgspec.msgpack.encode(self._rest()), type=Rest)
-        return Shard(store, self.start, self.stop, self.handlers, rest)
+        metadata = msgspec.msgpack.decode(msgspec.msgpack.encode(self.metadata()), type=ShardMetadata)
+        return Shard(store, self.start, self.stop, self.handlers, metadata)
 
-    def _rest(self) -> Rest:
-        return Rest(
+    def metadata(self) -> ShardMetadata:
+        return ShardMetadata(
             self.version,
             self.closed,
             self.marked,
@@ -286,13 +291,15 @@ class Shard:
         workers = [asked.worker for asked in operation.asked]
         self.dealer.dealt = max(self.dealer.dealt, operation.asked[0].clock + 1)
         if self.dealer.together:
-            hands = self.dealer.deal_together(workers, operation.number)
+            leases = self.dealer.deal_together(workers, operation.number)
         else:
-            hands = [self.dealer.deal(worker, operation.number) for worker in workers]
-        total = sum(hand.last - hand.first for _, hand in hands)
+            leases = [self.dealer.deal(worker, operation.number) for worker in workers]
+        total = sum(samples.last - samples.first for _, samples in leases)
         return [
-            self._record(asked, Outcome(self.version, False, lease, (hand.first, hand.last), hand.epoch, total))
-            for asked, (lease, hand) in zip(operation.asked, hands, strict=True)
+            self._record(
+                asked, Outcome(self.version, False, number, (samples.first, samples.last), samples.epoch, total)
+            )
+            for asked, (number, samples) in zip(operation.asked, leases, strict=True)
         ]
 
     def _meet(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:

@@ -23,7 +23,7 @@ from torrential.study.ask import Question
 from torrential.study.plan import Trial, looks, reported_trials, tuning_trials
 from torrential.study.read import read_study
 from torrential.study.results import DIVERGED, Study
-from torrential.study.verdict import is_settled
+from torrential.study.verdict import is_decided
 
 
 class Runner(Protocol):
@@ -58,9 +58,9 @@ def conduct(question: Question, directory: Path, run: Runner, watch: StudyListen
             watch.goes_on(len(tuning) + trials * len(question.entries), before, trials)
         _carry_out([trial for trial in reported if trial.number <= trials], run, watch)
         study = read_study(directory)
-        if study.trials == trials and is_settled(study):  # of a study that goes on there may be later trials
+        if study.trials == trials and is_decided(study):  # of a study that goes on there may be later trials
             return study
-    raise AssertionError("the last look settles a study")
+    raise AssertionError("the last look decides a study")
 
 
 def _carry_out(trials: Sequence[Trial], run: Runner, watch: StudyListener) -> None:

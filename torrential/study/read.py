@@ -42,8 +42,8 @@ def read_study(directory: Path, task: str | None = None) -> Study:
         if studies:
             raise BadInput(f"{directory} holds studies ({_few(studies)}); {one}")
         raise BadInput(f"there is no run in {directory}; make some with torrential compare, or torrential train")
-    apart = [f"studies are shown one at a time ({_few(studies)}); {one}"] if studies else []
-    return _plain(directory, inside, apart, task)
+    separate = [f"studies are shown one at a time ({_few(studies)}); {one}"] if studies else []
+    return _plain(directory, inside, separate, task)
 
 
 def _asked_or_plain(directory: Path, task: str | None) -> Study:

@@ -87,7 +87,7 @@ def judge(study: Study) -> Verdict:
     rows = [_row(entry) for entry in study.entries]
     refused = _refused(study, rows)
     pairs = [] if refused else _pairs(study, rows)
-    if not refused and not _is_settled(study, rows, pairs):
+    if not refused and not _is_decided(study, rows, pairs):
         refused, pairs = [_undecided(study)], []
     if not refused:
         sentences = [_answer(study, rows, pairs), *(pair.sentence for pair in _worth_saying(study, rows, pairs))]
@@ -98,14 +98,14 @@ def judge(study: Study) -> Verdict:
     return Verdict(rows, pairs, sentences + late_faults(study), _rules(study, pairs), refused)
 
 
-def is_settled(study: Study) -> bool:
+def is_decided(study: Study) -> bool:
     """Whether more trials are of no use: it is decided which entry is soonest, or there are as many as there may be, or
     none can help."""
     rows = [_row(entry) for entry in study.entries]
-    return bool(_refused(study, rows)) or _is_settled(study, rows, _pairs(study, rows))
+    return bool(_refused(study, rows)) or _is_decided(study, rows, _pairs(study, rows))
 
 
-def _is_settled(study: Study, rows: list[Row], pairs: list[Pair]) -> bool:
+def _is_decided(study: Study, rows: list[Row], pairs: list[Pair]) -> bool:
     if not study.looks or study.trials == study.looks[-1]:
         return True
     best = soonest(rows)

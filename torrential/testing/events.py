@@ -58,6 +58,8 @@ def _brief(value: Any) -> str:
         fields = {n: getattr(value, n) for n in value.__struct_fields__}
         if "seq" in fields:
             fields["seq"] &= 0xFFFFFFFF
-        told = (f"{n}={v}" for n, v in fields.items() if not isinstance(v, bytes) and v not in (0, False, None, "", ()))
-        return f"{type(value).__name__}({', '.join(told)})"
+        shown = (
+            f"{n}={v}" for n, v in fields.items() if not isinstance(v, bytes) and v not in (0, False, None, "", ())
+        )
+        return f"{type(value).__name__}({', '.join(shown)})"
     return str(value) if isinstance(value, int | float | str) else type(value).__name__

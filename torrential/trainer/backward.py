@@ -5,7 +5,7 @@
     GradientWork   some portions, whose gradients are added up in the parameters; call it to have it done
 
 A world may have a GradientWork done by another process that has the same task, and hand over its gradients
-(worlds/sim/hands.py).
+(worlds/sim/gradient_pool.py).
 """
 
 from __future__ import annotations

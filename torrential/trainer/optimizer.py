@@ -7,7 +7,7 @@ from torch import nn
 from torrential.config import RunConfig
 from torrential.errors import BadInput, RunFailed
 from torrential.optim.schedule import schedule_of
-from torrential.params.home import gradients, is_elementwise
+from torrential.params.base import gradients, is_elementwise
 from torrential.params.layout import Layout, plan
 from torrential.params.whole import DRAWS, form_of
 from torrential.server.optimizer import bounds

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from torrential.comm.protocol import Comm
-from torrential.params.home import dtype_name
+from torrential.params.base import dtype_name
 from torrential.server.client import Client, PendingRequest
-from torrential.server.copies import Saved, joined
+from torrential.server.copies import Saved, join_copies
 from torrential.trainer.snapshot import Outlet, Snapshot
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ class Saving:
         assert self._pending is None
         self._vectors = [torch.empty(self._client.numel, dtype=self._client.dtype) for _ in ("", *self._states)]
         replica = self._replica
-        self._rest = {name: t.clone() for name, t in (replica.frozen() | replica.buffers()).items()}
+        self._untrained = {name: t.clone() for name, t in (replica.frozen() | replica.buffers()).items()}
         self._asked = self._complained = self._comm.now()
         self._pending = self._client.save(self._vectors)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """If the copies are here, hand them over; if one is lost, ask again; if they do not come, complain."""
         if self._pending is None:
             return
@@ -74,19 +74,19 @@ class Saving:
             self.begin()
 
     def _hand_over(self, pending: PendingRequest, final: bool) -> bool:
-        whole = joined(pending.wait().rests, self._client.numel)
+        whole = join_copies(pending.wait().metadata, self._client.numel)
         self._pending = None
         if whole is None:
             return False
         names = [dtype_name(self._client.dtype), *(f"{dtype_name(self._client.dtype)}/{s}" for s in self._states)]
         flat = dict(zip(names, self._vectors, strict=True))
         snapshot = self._snapshot(whole, final)
-        own = {f"buffers/{name}": self._rest[name] for name in self._replica.buffers()}
+        own = {f"buffers/{name}": self._untrained[name] for name in self._replica.buffers()}
         if own:
             self._outlet.own_buffers(snapshot.step, own)
-        rest = {f"rest/{name}": tensor for name, tensor in self._rest.items()}
+        rest = {f"rest/{name}": tensor for name, tensor in self._untrained.items()}
         self._outlet.snapshot(snapshot, flat, self._numbers(whole) | rest)
-        self._vectors, self._rest = [], {}
+        self._vectors, self._untrained = [], {}
         return True
 
     def _snapshot(self, whole: Saved, final: bool) -> Snapshot:

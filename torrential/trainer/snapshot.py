@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torrential.checkpoint import Checkpoint
-from torrential.params.home import dtype_name
+from torrential.params.base import dtype_name
 from torrential.params.layout import Layout
 from torrential.records import Record
 from torrential.server.dealer import Dealer
@@ -45,17 +45,11 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: b.detach() for name, b in model.named_buffers() if b is not None}
 
 
-def rest_of(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
-    """What is in the model besides the parameters that are trained."""
-    trained = {e.name for e in layout.entries}
-    frozen = {name: p.detach() for name, p in model.named_parameters() if name not in trained}
-    return frozen | buffers_of(model)
-
-
-def load_rest(model: nn.Module, rest: Mapping[str, Tensor]) -> None:
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into the model's parameters and buffers of the same names."""
     mine = {name: p.detach() for name, p in model.named_parameters()} | buffers_of(model)
     with torch.no_grad():
-        for name, tensor in rest.items():
+        for name, tensor in tensors.items():
             mine[name].copy_(tensor)
 
 

@@ -25,7 +25,7 @@ from torrential.worlds.local.link import Buffers, SupervisorLink
 from torrential.worlds.local.mail import open_post
 from torrential.worlds.local.observing import observe
 from torrential.worlds.local.outlet import LocalOutlet
-from torrential.worlds.local.serving import serve
+from torrential.worlds.local.server_process import serve
 
 if TYPE_CHECKING:
     from torrential.worlds.local.nursery import Spawn
@@ -105,9 +105,9 @@ def _build(
     comm = LocalComm(rank, config.workers, link, buffers, messenger, post, config.local, backend, kept)
     comm.own_memory = role.death in ("view", "restart")
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
-    meeting = device if backend == "nccl" else torch.device("cpu")
+    reduce_device = device if backend == "nccl" else torch.device("cpu")
     checkpoint = going_on_from(job, rank, life)
-    context = RoleContext(job.task, config, job.strategy, comm, outlet, device, meeting, checkpoint, life)
+    context = RoleContext(job.task, config, job.strategy, comm, outlet, device, reduce_device, checkpoint, life)
     assert context.replica  # built before it joins: a slow model factory stalls nobody
     return context, comm
 

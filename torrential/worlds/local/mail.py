@@ -18,7 +18,7 @@ from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, SupervisorLink
 
 if TYPE_CHECKING:
-    from torrential.server.role import Server
+    from torrential.server.server import Server
     from torrential.worlds.local.nursery import Spawn
 
 

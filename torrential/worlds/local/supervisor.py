@@ -147,8 +147,8 @@ class _Supervision:
         match action:
             case Tell(who, message, tensors):
                 if isinstance(message, m.Go) and self._native:
-                    meeting = self._registry.path(f"meeting {message.generation}")
-                    message = msgspec.structs.replace(message, meeting=meeting)
+                    rendezvous = self._registry.path(f"rendezvous {message.generation}")
+                    message = msgspec.structs.replace(message, rendezvous=rendezvous)
                 self._crew.send(who, message, tensors)
             case Start(who):
                 self._registry.forget(ending(who.address, who.life - 2))  # the last one's may still be read

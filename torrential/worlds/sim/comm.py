@@ -18,7 +18,7 @@ from torrential.comm.schedules.base import Costs
 from torrential.config import RunConfig
 from torrential.errors import Regrouped, RunFailed, WaitedTooLong
 from torrential.membership import messages as m
-from torrential.membership.meeting import leave, meet
+from torrential.membership.regrouping import leave, meet
 from torrential.trainer.backward import GradientWork
 from torrential.worlds.sim.group import SimMembership
 from torrential.worlds.sim.mail import ADD, COPY, HEADER, Hub, SimMail, as_now
@@ -123,7 +123,7 @@ class SimComm(SimMail):
 
     # -- computing ------------------------------------------------------------------------------------------------
     def compute(self, samples: float, work: Callable[[], T]) -> T:
-        cluster, began, hands = self.hub.cluster, self.now(), self.hub.hands
+        cluster, began, pool = self.hub.cluster, self.now(), self.hub.pool
         seconds = cluster.compute.seconds_per_step + samples * self._seconds_per_sample
         seconds *= cluster.factor(self._config.seed, self.rank, self._batch)
         self._batch += 1
@@ -131,17 +131,17 @@ class SimComm(SimMail):
         result: Any
         if isinstance(work, GradientWork):  # else there is nothing to compute
             done = FORWARD * seconds
-            if hands is None:
+            if pool is None:
                 result = work()
                 self.work(done)
             else:
-                job = hands.begin(work)
+                job = pool.begin(work)
                 try:
                     self.work(done)
                 except BaseException:  # it was killed at work
-                    hands.forget(job)
+                    pool.forget(job)
                     raise
-                result = hands.finish(job)
+                result = pool.finish(job)
         else:
             result = work()
         later, self._later = self._later, []
@@ -215,7 +215,7 @@ class SimComm(SimMail):
         return self._points.recv(into, source, tag)
 
     # -- membership -----------------------------------------------------------------------------------------------
-    def told(self, message: Any) -> None:
+    def hear(self, message: Any) -> None:
         match message:
             case m.Regroup(generation):
                 self._newest = generation
@@ -226,7 +226,7 @@ class SimComm(SimMail):
             case m.Finish():
                 self._asked = True
             case _:
-                return super().told(message)
+                return super().hear(message)
         self.messenger.tell()
 
     def check(self) -> None:
@@ -252,7 +252,7 @@ class SimComm(SimMail):
         assert go is not None
         self.generation, self.members = go.generation, tuple(go.members)
 
-    # -- implements membership.meeting.Attendant ------------------------------------------------------------------
+    # -- implements membership.regrouping.Attendant ------------------------------------------------------------------
     def tell(self, message: Any) -> None:
         self._group.tell(self.who, message)
 

@@ -1,7 +1,7 @@
 """The membership of a simulated run: what members say to it, and are told, takes the network's latency.
 
     role ── tell ──► latency ──► Membership (membership/machine.py)   the one that decides about real processes too
-    role ◄── told ── latency ◄── actions
+    role ◄── hear ── latency ◄── actions
 
 Deaths are noticed by the world, after the cluster's `detection` seconds. The observer is beside time: what it says, and
 is told, takes none.
@@ -112,4 +112,4 @@ class SimMembership:
     def deliver(self, to: Who, message: Any) -> None:
         mail = self._hub.mails.get(to.address)
         if mail is not None and mail.who == to:
-            mail.told(message)
+            mail.hear(message)

@@ -13,11 +13,11 @@ from torch import Tensor
 from torrential.comm.protocol import SERVERS, Handle, Letter, Meter, letter_by_letter
 from torrential.membership import messages as m
 from torrential.membership.roles import Who
-from torrential.params.home import Finished
+from torrential.params.base import Finished
 from torrential.server.messages import View
 from torrential.worlds.sim.cluster import Cluster, Inside
 from torrential.worlds.sim.cores import Cores
-from torrential.worlds.sim.hands import Hands
+from torrential.worlds.sim.gradient_pool import GradientPool
 from torrential.worlds.sim.kernel import Kernel, SimRole
 from torrential.worlds.sim.network import Network
 from torrential.worlds.sim.trace import Trace
@@ -63,7 +63,7 @@ class Hub:
         self.shared = cluster.inside.memory is not None
         self.timed = cluster.inside != Inside()
         self._cores: dict[int, Cores] = {}  # by host
-        self.hands: Hands | None = None
+        self.pool: GradientPool | None = None
         self.computed: Callable[[float], None] = lambda samples: None  # told when a worker has computed so many
 
     def cores(self, host: int) -> Cores:
@@ -173,7 +173,7 @@ class SimMail:
         self.hub.send(self, to, Letter(self.address, message, copies), HEADER + nbytes)
         return SENT
 
-    def told(self, message: Any) -> None:
+    def hear(self, message: Any) -> None:
         """The membership has said something."""
         if isinstance(message, m.Roster):
             self.deliver(Letter(-1, message.view, []))

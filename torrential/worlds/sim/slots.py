@@ -1,7 +1,7 @@
-"""What a simulation shares with a process that helps it (worlds/sim/hands.py): memory for models, and what makes the
-last bits of a gradient the same in both.
+"""What a simulation shares with a process that computes gradients for it (worlds/sim/gradient_pool.py): memory for
+models, and what makes the last bits of a gradient the same in both.
 
-    slot   | parameters | buffers | gradients |     two for each hand
+    slot   | parameters | buffers | gradients |     two for each helper
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Slots:
 
 
 def copied(into: list[Tensor], tensors: list[Tensor]) -> bool:
-    """Whether they are of one kind, and so could be; a module may have put another buffer in the place of one."""
+    """Copy the tensors if shapes and dtypes match; returns whether they did. A module may have replaced a buffer."""
     if len(into) != len(tensors):
         return False
     for one, other in zip(into, tensors, strict=True):
@@ -94,7 +94,7 @@ class Flags(msgspec.Struct):
 
 
 class Welcome(msgspec.Struct):
-    """What a hand is told first."""
+    """The first message to a helper."""
 
     config: RunConfig
     form: list[TensorForm]

@@ -19,12 +19,12 @@ from torrential.membership.roles import Who
 from torrential.membership.roll import Rules
 from torrential.optim.schedule import schedule_of
 from torrential.records import Evaluation, Event, Record, Step
-from torrential.server.role import Server
+from torrential.server.server import Server
 from torrential.strategies.base import needs_servers
 from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
 from torrential.trainer.observer import Observer
-from torrential.trainer.serving import ServerPlan
+from torrential.trainer.server_plan import ServerPlan
 from torrential.worlds.base import Job, Listener, going_on_from
 from torrential.worlds.failure import attributed, describe, failed, last_good, resuming
 from torrential.worlds.population import population
@@ -32,12 +32,12 @@ from torrential.worlds.sim.cluster import Cluster, Fault
 from torrential.worlds.sim.comm import SimComm
 from torrential.worlds.sim.compute_time import measure_seconds_per_sample
 from torrential.worlds.sim.faults import Faults
+from torrential.worlds.sim.gradient_pool import GradientPool
 from torrential.worlds.sim.group import SimMembership
-from torrential.worlds.sim.hands import Hands
 from torrential.worlds.sim.kernel import Kernel, SimRole
 from torrential.worlds.sim.mail import Hub, SimMail
 from torrential.worlds.sim.outlet import SimObserving, SimOutlet
-from torrential.worlds.sim.timed import TimedHome, TimedMail, TimedServer
+from torrential.worlds.sim.timed import TimedMail, TimedParameters, TimedServer
 from torrential.worlds.sim.trace import Trace
 
 TICK_SECONDS = 0.1  # real ones, between two looks of whoever watches
@@ -126,12 +126,12 @@ class _Simulation:
             observer, self._write, job.evaluated, lambda error: self._kernel.failures.append(("observer", error))
         )
         self._observing.group = self._group
-        told = cluster.compute.seconds_per_sample
+        given = cluster.compute.seconds_per_sample
         with attributed("worker 0", job.directory):
             self._seconds_per_sample = (
                 measure_seconds_per_sample(job.task, config.batch_size, real, config.settings.threads or 1)
-                if isinstance(told, str)
-                else told
+                if isinstance(given, str)
+                else given
             )
         self._roles: dict[int, SimRole] = {}  # by address
         self._contexts: dict[str, RoleContext] = {}  # of programs that are built, by the role's name
@@ -153,7 +153,7 @@ class _Simulation:
             detail = f"{self._seconds_per_sample:g} s per sample here; another time it may be another"
             self.event("measured", None, detail)
         if self._config.sim.processes:
-            self._hub.hands = Hands(self._config.sim.processes, self._job.task, self._config)
+            self._hub.pool = GradientPool(self._config.sim.processes, self._job.task, self._config)
         if self._watch is not None:
             self._watch.begin(self._kernel, self._hub, self._membership)
         self._group.start()
@@ -171,8 +171,8 @@ class _Simulation:
             self._trace.write(self._job.directory / "trace.json")
         for role in self._roles.values():
             role.kill()
-        if self._hub.hands is not None:
-            self._hub.hands.close()
+        if self._hub.pool is not None:
+            self._hub.pool.close()
 
     def _raise_failure(self) -> None:
         """The run fails with the first role that did."""
@@ -223,7 +223,7 @@ class _Simulation:
 
         def program() -> None:
             host = self._device if self._device.type == "meta" else torch.device("cpu")
-            timed = (lambda home: TimedHome(home, comm)) if self._hub.shared else (lambda home: home)
+            timed = (lambda common: TimedParameters(common, comm)) if self._hub.shared else (lambda common: common)
             ctx = RoleContext(
                 self._job.task,
                 config,

@@ -9,8 +9,8 @@ import torch
 
 from torrential.comm.post import Post
 from torrential.comm.protocol import SERVERS
-from torrential.server.role import Server
-from torrential.trainer.serving import ServerPlan
+from torrential.server.server import Server
+from torrential.trainer.server_plan import ServerPlan
 from torrential.worlds.base import Job
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, SupervisorLink
