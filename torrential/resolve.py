@@ -87,7 +87,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         cluster = _check_simulation(asked, settings, servers, device)
     Slow.parse(settings.slow, asked.workers)
     with calling("samples of a step", whose=found.kind.name):
-        joined = strategy.joined(asked.workers, task.batch_size)
+        joined = strategy.samples_per_update(asked.workers, task.batch_size)
     config = RunConfig(
         task=task.name,
         source=None if asked.source is None else absolute_spec(asked.source),

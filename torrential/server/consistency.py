@@ -30,6 +30,9 @@ ALWAYS = -(1 << 62)
 
 @dataclass(frozen=True)
 class Consistency:
+    """When a worker may read, by clocks: `staleness` 0 is bulk synchronous, None asynchronous. With `first` = N a
+    clock is complete with its first N pushes."""
+
     staleness: int | None = 0
     first: int | None = None
 

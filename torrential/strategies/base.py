@@ -59,8 +59,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
         """The program of a worker."""
         raise NotImplementedError
 
-    def joined(self, workers: int, batch_size: int) -> int:
-        """The samples that make one step."""
+    def samples_per_update(self, workers: int, batch_size: int) -> int:
+        """The number of samples, of all workers together, whose gradients make one update of the parameters."""
         return workers * batch_size
 
     def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:

@@ -6,7 +6,7 @@
 A gradient is applied to parameters that other replicas have moved since it was computed on them: with R equal replicas
 about R - 1 updates. Adagrad's rates, which shrink where gradients are large, make that stable where one fixed rate is
 not; so does a warm start, in which one replica runs alone at first. The rate that they begin with is Adagrad's own, for
-one that suits the task's optimizer may be a hundred times too large or too small (docs/results/downpour_default.md).
+one that suits the task's optimizer may be a hundred times too large or too small.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Downpour(Strategy, frozen=True, kw_only=True):
     summary: ClassVar[str] = "asynchronous: workers push gradients and fetch parameters, and never wait for each other"
 
     push_every: Count = 1
-    """Minibatches whose gradients make one push."""
+    """The number of minibatches whose gradients make one push."""
     fetch_every: Count = 1
-    """Minibatches between two fetches of parameters."""
+    """The number of minibatches between two fetches of parameters."""
     overlap: bool = False
     """Whether the next minibatch begins before the push is answered and the parameters are here: its parameters are
     older by one push of its own."""
@@ -42,9 +42,9 @@ class Downpour(Strategy, frozen=True, kw_only=True):
     """The servers' optimizer: Adagrad at a rate of 0.01, or the task's own at the task's rate; --lr gives another rate.
     Momentum and delay add up: the task's own may diverge with two workers and more."""
     warm: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Updates that one worker makes alone before the others begin."""
+    """The number of updates that one worker makes alone before the others begin."""
 
-    def joined(self, workers: int, batch_size: int) -> int:
+    def samples_per_update(self, workers: int, batch_size: int) -> int:
         return batch_size * self.push_every
 
     def roles(self, workers: int, servers: int) -> Roles:

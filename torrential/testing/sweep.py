@@ -117,7 +117,7 @@ def _job(schedule: FaultSchedule) -> Job:
         target=None,
         samples=schedule.samples,
         batch_size=schedule.batch_size,
-        samples_per_step=strategy.joined(schedule.workers, schedule.batch_size),
+        samples_per_step=strategy.samples_per_update(schedule.workers, schedule.batch_size),
         lr=RATE,
         optimizer={},
         seed=schedule.seed,

@@ -139,7 +139,7 @@ class _Simulation:
         self._membership.stepped(self._step)
         self._running = 0  # workers whose program has not come to its end
         self._down_until: dict[int, float] = {}  # hosts that died, and when roles may start there again
-        planned = schedule_of(config, job.strategy.joined(config.workers, config.batch_size)).total
+        planned = schedule_of(config, job.strategy.samples_per_update(config.workers, config.batch_size)).total
         seen = job.checkpoint.samples if job.checkpoint else 0
         self._faults = Faults(self._kernel, cluster, config, planned, seen, self)
         self._hub.computed = self._faults.computed
