@@ -76,8 +76,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """A whole recipe at once; the options below change single pieces of it. goyal is "Accurate, Large Minibatch SGD"
     (linear scaling, 5 epochs of gradual warm-up, steps, no decay of norms and biases, last gammas zero)."""
     scaling: Literal["none", "linear", "sqrt", "loss"] = "none"
-    """How the learning rate grows with the joined batch. "loss" (allreduce only) scales the gradient instead: not the
-    same thing once there is weight decay or momentum, as experiments can show with it."""
+    """The way the rate grows with the batch of all workers. "loss" (allreduce only) scales the gradient instead:
+    not the same thing once there is weight decay or momentum, as experiments can show with it."""
     base_batch: int | None = None
     """The joined batch (of all workers) that the task's rate is meant for; by default the task's own batch size."""
     warmup: float | None = None
@@ -103,8 +103,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     ghost: int | None = None
     """The size of the groups in a worker's batch over which batch norm computes its statistics."""
     layerwise: Literal["none", "lars", "lamb"] = "none"
-    """A layer-wise optimizer: LARS in the place of SGD, or LAMB in the place of Adam. LARS wants a much larger rate than
-    SGD, 10 to 100 times: give it with --lr."""
+    """A layer-wise optimizer: LARS in the place of SGD, or LAMB in the place of Adam. LARS wants a rate that is 10 to
+    100 times as large as that of SGD: give it with --lr."""
     trust: float = 0.001
     """LARS's trust coefficient."""
     resize: str | None = None

@@ -61,7 +61,7 @@ def _begin(directory: Path, manifest: records.Manifest) -> None:
 
 
 def _lock(directory: Path) -> None:
-    """Until `unlock`, or the end of this process."""
+    """Lock the run's directory until `unlock`, or the end of this process."""
     _held[directory] = lock_directory(directory, "run")
 
 
@@ -151,7 +151,7 @@ def _same_strategy(directory: Path, config: RunConfig, given: Given | None) -> S
 
 
 def _source_of_strategy(directory: Path, config: RunConfig) -> str:
-    """What to load the run's strategy from, unless that is not there or not the caller's own."""
+    """The source from which the run's strategy is loaded, unless that is not there or not the caller's own."""
     if not is_loadable(config.strategy):
         kind = config.strategy.rpartition(":")[2]
         raise BadInput(

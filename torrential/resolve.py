@@ -41,7 +41,7 @@ NEEDS = {  # what to say of an option of one world that is given in another
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What the user asked for, not yet checked."""
+    """The run that the user asked for, not yet checked."""
 
     task: Task
     source: str | None = None  # how to load it again: a built-in name or file.py[:name]
@@ -248,7 +248,7 @@ def _check_native(settings: LocalSettings, device: str, workers: int) -> LocalSe
 
 
 def _check_simulation(asked: RunRequest, settings: SimSettings, servers: int, device: str) -> dict[str, Any]:
-    """What is simulated, as plain data."""
+    """The cluster that is simulated, as plain data; refuses what cannot be."""
     if settings.gradients == "off" and asked.target is not None:
         raise BadInput(
             f"nothing is learnt with gradients=off, so no target is reached (target: {asked.target:g}); drop one"
@@ -266,7 +266,7 @@ def _check_simulation(asked: RunRequest, settings: SimSettings, servers: int, de
 
 
 def cluster_table(cluster: str | dict[str, Any] | Cluster | None) -> dict[str, Any]:
-    """What is simulated, as in a cluster file: that of a file, of a shipped one, or of an object."""
+    """The table of the cluster that is simulated, as in a cluster file: from a file, a shipped one, or an object."""
     if isinstance(cluster, str):
         return read_cluster(cluster)
     if isinstance(cluster, Cluster):
@@ -277,7 +277,7 @@ def cluster_table(cluster: str | dict[str, Any] | Cluster | None) -> dict[str, A
 
 # -- servers and the recipe -------------------------------------------------------------------------------------------
 def _servers(asked: RunRequest, strategy: Strategy, settings: AnySettings, model: nn.Module) -> int:
-    """How many there shall be."""
+    """The number of servers that the run has."""
     name = type(strategy).name
     if asked.world not in strategy.worlds:
         raise BadInput(f"{name} runs in --world {' or '.join(strategy.worlds)} only (given: {asked.world})")

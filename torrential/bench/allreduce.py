@@ -34,7 +34,7 @@ ELSEWHERE = {
 
 
 class Benchmark(NamedTuple):
-    """What to measure, checked."""
+    """The benchmark that was asked for, with checked arguments."""
 
     workers: int
     sizes: list[int]  # bytes
@@ -49,12 +49,12 @@ class Benchmark(NamedTuple):
 
     @property
     def messages(self) -> str:
-        """What messages go over, whatever `auto` may use."""
+        """The transport that messages go over, whatever `auto` may use."""
         return "tcp" if self.transport == "tcp" else "unix"
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """One size."""
+    """The times of all algorithms at one size."""
 
     bytes: int
     ms: dict[str, float]  # median over the rounds
@@ -168,7 +168,8 @@ def _result(asked: Benchmark, news: list[News]) -> Result:
 
 
 def _ratio(times: dict[str, list[float]], other: str) -> float | None:
-    """How much longer auto takes than another: the median over the rounds, in each of which both met the same noise."""
+    """The factor by which auto takes longer than another: the median over the rounds, in each of which both met the
+    same noise."""
     if "auto" not in times or other not in times:
         return None
     return median(a / b for a, b in zip(times["auto"], times[other], strict=True))

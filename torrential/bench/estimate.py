@@ -25,7 +25,8 @@ class Plan:
 
 
 def known_costs(asked: Benchmark) -> Fitted | None:
-    """What an earlier run has measured on this machine and will be used again; None: it is measured first."""
+    """The costs that an earlier run has measured on this machine and that are used again; None: they are measured
+    first."""
     table = None if asked.fresh else costs.load(costs.cache_path(asked.messages, asked.workers))
     names = contenders(asked.transport == "shared")
     return table if table is not None and set(names) <= set(table.measured) else None
@@ -45,7 +46,7 @@ def plan(asked: Benchmark, table: Fitted) -> Plan:
 
 
 def _called(asked: Benchmark, table: Fitted, size: int, name: str) -> str:
-    """What `auto` stands for."""
+    """The algorithm that `auto` stands for."""
     if name != "auto":
         return name
     return "shared" if asked.transport == "shared" else table.choose(size, asked.workers, ALGORITHMS).name

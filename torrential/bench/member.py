@@ -90,7 +90,7 @@ def contenders(shares_memory: bool) -> list[str]:
 
 
 def repetitions(once: float) -> int:
-    """How many calls make one measurement of an algorithm that takes so many seconds for one."""
+    """The number of calls that make one measurement of an algorithm that takes so many seconds for one."""
     return max(1, min(MAX_REPETITIONS, int(BLOCK_SECONDS / once)))
 
 

@@ -105,7 +105,7 @@ class BenchmarkProgress:
             self._print(words + (f" · {left} left" if left else ""))
 
     def _time_left(self) -> str:
-        """If the rest takes as much longer than planned as what is done did."""
+        """The time still to go, if the rest takes as much longer than planned as what is done did."""
         if self._plan is None or self._began is None:
             return ""
         before = TRUSTED * self._plan.total
@@ -174,7 +174,7 @@ def describe(fitted: Fitted) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Before anything is measured: can a picture be written there?"""
+    """Refuse, before anything is measured, a path where no picture can be written."""
     if path.suffix.lower() != ".png":
         raise BadInput(f"--plot writes PNG files (given: {path}); try {path.with_suffix('.png')}")
     if not path.absolute().parent.is_dir():

@@ -110,7 +110,8 @@ class Chooser:
         sizes: Sequence[int] = SIZES,
         fresh: bool = False,
     ) -> str | None:
-        """After a regrouping: come to one table. Says where it is from, if it is new to all members."""
+        """Agree with the other members on one table of costs, after a regrouping. Returns where it is from if it is new
+        to all members, else None."""
         members = self._comm.members
         self._picks = {}
         if len(members) == 1 or self._spread():

@@ -26,7 +26,7 @@ M = TypeVar("M")
 
 
 class Memory(Protocol):
-    """Registered buffers."""
+    """The registered buffers of all roles on this host."""
 
     def locate(self, tensor: Tensor) -> tuple[str, int] | None:
         """The buffer that a contiguous tensor lies in, and its first byte there."""
@@ -76,7 +76,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Frames:
-    """What comes on one connection. Give `room` to the kernel, tell `filled` how much it wrote there."""
+    """The frames that come on one connection. Give `room` to the kernel, tell `filled` how much it wrote there."""
 
     def __init__(self, decoder: Any, memory: Memory | None, landing: Landing = nowhere) -> None:
         self._decoder, self._memory, self._landing = decoder, memory, landing
@@ -109,7 +109,7 @@ class Frames:
             self._make_room(self._held - self._read)
 
     def divert(self) -> None:
-        """What is coming in is not to land where it was wanted, but in fresh memory; what is there already, too."""
+        """Let what is coming in land in fresh memory instead of where it was wanted, with what has come already."""
         if self._letter is None or not self._landed:
             return
         message, tensors = self._letter
@@ -166,7 +166,7 @@ class Frames:
         self._ahead[: len(kept)] = kept
 
     def _places(self, sealed: Sealed[Any]) -> list[Tensor]:
-        """Where its tensors lie: in another's memory; where they are wanted, if they fit; or in fresh memory."""
+        """The memory for a frame's tensors: another role's; where they are wanted, if they fit; or fresh memory."""
         pieces = sealed.pieces
         tensors: list[Tensor] = []
         for piece in pieces:
@@ -190,7 +190,7 @@ class Frames:
         return tensors
 
     def _view(self, piece: TensorHeader) -> Tensor:
-        """Another's memory."""
+        """A tensor that lies in another role's memory."""
         key = (piece.key, piece.offset, piece.dtype, *piece.sizes)
         view = self._views.get(key)
         if view is None:

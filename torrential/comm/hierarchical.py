@@ -105,7 +105,8 @@ class _Levels(Operation):
         return self.down is not None and self.down.done()
 
     def _crossed(self) -> bool:
-        """On a host's first worker: whether the sum over all hosts is here, and may go down."""
+        """Advance the sum over all hosts, on a host's first worker; True once it is here and may be passed to the
+        others."""
         firsts = self.carrier.firsts
         if self.wire is None:
             make = ALGORITHMS[self.algorithm].plan

@@ -27,7 +27,7 @@ class Outgoing:
         self._sent = True
 
     def lose(self) -> None:
-        """It will never be sent."""
+        """Note that it will never be sent."""
 
 
 class Outbox:

@@ -147,7 +147,7 @@ class _SharedOperation(Operation):
         self.carrier.publish(self.number)
 
     def work(self) -> None:
-        """This member's share, once everybody has published."""
+        """Sum this member's share, once everybody has published."""
 
     def advance(self) -> bool:
         if self.carrier.behind(0, self.number) is not None:

@@ -26,7 +26,7 @@ class Stopped(MemberMessage, frozen=True):
 
 
 class Standing(MemberMessage, frozen=True):
-    """So many steps have I taken; -1: none, and I have no state yet."""
+    """This worker has taken so many steps; -1: none, and it has no state yet."""
 
     generation: int
     applied: int

@@ -32,7 +32,7 @@ class Parameters(Protocol):
     own: bool  # whether these are parameters that no other member has
 
     def wait_for_everybody(self) -> None:
-        """Return when every member's part of the last step can be seen here."""
+        """Wait until every member's part of the last step can be seen here."""
 
     def regroup(self, agreement: Agreement) -> None:
         """Make the state whole after a change of members. Waits for them."""

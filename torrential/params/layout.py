@@ -66,7 +66,7 @@ class Layout:
     sizes: dict[torch.dtype, int]  # length of each flat vector
 
     def pieces(self, member: int, members: int) -> Iterator[Piece]:
-        """What a member owns: its slice of every bucket, cut at the entries' bounds."""
+        """The pieces that a member owns: its slice of every bucket, cut at the entries' bounds."""
         for bucket in self.buckets:
             low, high = slices(bucket.stop - bucket.start, members)[member]
             for entry in bucket.entries:

@@ -67,7 +67,7 @@ class LocalParameters:
         """Those behind receive the parameters from the source."""
 
     def rebuild(self) -> None:
-        """The optimizer goes on as it is."""
+        """Keep the optimizer as it is."""
 
     # -- what is saved ------------------------------------------------------------------------------------------
     def flat(self) -> dict[str, Tensor]:

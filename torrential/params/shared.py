@@ -143,7 +143,7 @@ class SharedParameters:
         self._journal[rank, 1] = 0
 
     def _undo(self, rank: int, unit: Unit) -> list[Tensor]:
-        """Where the old contents of a unit are kept while it is being updated."""
+        """The memory that keeps the old contents of a unit while it is being updated."""
         dtype = unit.parameters[0].dtype
         copies = 1 + len(self._states[dtype])
         store = self.comm.buffer(f"undo/{dtype_name(dtype)}", copies * UNIT, dtype, rank=rank)

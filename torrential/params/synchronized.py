@@ -16,7 +16,7 @@ from torrential.params.layout import Bucket
 
 
 class Synchronized:
-    """What a strategy does with such parameters: sum gradients, vote, step."""
+    """Parameters that all members hold alike, as a strategy uses them: sum gradients, vote, step."""
 
     def __init__(
         self, parameters: CommonParameters, reached: Callable[[], Sequence[bool]], clip_norm: float | None
@@ -28,8 +28,8 @@ class Synchronized:
         return self._parameters.reduce(bucket)
 
     def numbers(self) -> list[float]:
-        """For this member's vote, once all sums are here: its part of the squared norm of the summed gradient, and
-        which parameters its backward has reached."""
+        """The numbers of this member's vote, once all sums are here: its part of the squared norm of the summed
+        gradient, and which parameters its backward has reached."""
         norm = 0.0 if self._clip_norm is None else self._parameters.square_norm()
         return [norm, *map(float, self._reached())]
 

@@ -64,7 +64,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """What is known of an optimizer over the tensors of a model."""
+    """The traits of an optimizer class over the tensors of a model, found in a trial."""
 
     elements: Mapping[int, tuple[str, ...]]  # by entry: states with one value for each of its elements
     numbers: Mapping[str, Number]  # states that are one number
@@ -81,7 +81,7 @@ class OptimizerTraits:
         return self.separable and self.per_parameter
 
     def names(self) -> list[str]:
-        """Of the states with one value for each element, over all tensors."""
+        """The names of the states with one value for each element, over all tensors."""
         return sorted({name for names in self.elements.values() for name in names})
 
 

@@ -151,7 +151,7 @@ def time_spent(study: Study, works: Works) -> Figure | None:
 
 
 def _pattern(part: str) -> dict[str, Any]:
-    """So that parts can be told apart without their colours."""
+    """The pattern of a part, so that parts are recognised without their colours."""
     return {"shape": PART_PATTERNS[part], "fillmode": "overlay", "fgcolor": "#ffffff", "solidity": 0.2, "size": 8}
 
 
@@ -162,7 +162,7 @@ def _spent_words(name: str, mean: dict[str, float]) -> str:
 
 
 def staleness(study: Study, works: Works) -> Figure | None:
-    """Nothing where no update was ever stale."""
+    """The figure of staleness; None where no update was ever stale."""
     totals = [sum((works[id(run)].updates.staleness for run in entry.runs), Counter[int]()) for entry in study.entries]
     if not any(value > 0 for total in totals for value in total):
         return None
@@ -188,7 +188,7 @@ def staleness(study: Study, works: Works) -> Figure | None:
 
 
 def _rows_layout(rows: int, title: str) -> dict[str, Any]:
-    """For horizontal bars with the names above them, which leaves a phone all its width for the bars."""
+    """The layout of horizontal bars with the names above them, which leaves a phone all its width for the bars."""
     return {
         "height": 80 + ROW_PIXELS * rows,
         "xaxis": {"title": {"text": title}, "rangemode": "tozero"},

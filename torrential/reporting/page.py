@@ -48,7 +48,7 @@ class Section:
 
 @dataclass(frozen=True)
 class TimelineTrial:
-    """One that the timeline can show."""
+    """A trial that the timeline can show."""
 
     id: str
     name: str
@@ -112,7 +112,7 @@ def render(study: Study) -> str:
 
 
 def figure_sections(study: Study, works: dict[int, series.StepColumns]) -> list[Section]:
-    """In the page's order; what a study has no records for has no section."""
+    """The sections with figures, in the page's order; what a study has no records for has no section."""
     items = entry_keys(study)
     groups = keys((name for name, _ in scaling.scaling_groups(study)), "s")
     target = "" if study.target is None else metric_value(study.metric, study.target)
@@ -163,7 +163,7 @@ def timeline_trials(study: Study, works: dict[int, series.StepColumns]) -> list[
 
 
 def sentence(study: Study, text: str) -> str:
-    """With a capital, unless it begins with the name of an entry."""
+    """The text with a capital letter, unless it begins with the name of an entry."""
     named = any(text.startswith(entry.name) for entry in study.entries)
     return (text if named else text[:1].upper() + text[1:]).replace("p = ", unbroken("p = ")) + "."
 

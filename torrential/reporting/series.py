@@ -92,7 +92,8 @@ def metric_curve(run: Run, against: str) -> Curve:
 
 
 def thin(curve: Curve, most: int) -> Curve:
-    """At most about `most` points: of each stretch its ends, its lowest and its highest, so that no spike is lost."""
+    """A thinner curve of at most about `most` points: the ends, the lowest and the highest of each stretch, so that no
+    spike is lost."""
     x, y = curve
     if len(x) <= most:
         return curve
@@ -134,14 +135,14 @@ def seconds_spent(work: StepColumns) -> dict[str, float]:
 
 
 def shares_at_most(staleness: Counter[int]) -> Curve:
-    """For each staleness on record the share of updates that were at most as stale."""
+    """The share of updates that were at most as stale, for each staleness on record."""
     values = np.array(sorted(staleness), np.float64)
     counts = np.array([staleness[int(value)] for value in values], np.float64)
     return values, counts.cumsum() / counts.sum()
 
 
 def slowness(work: StepColumns) -> dict[int, float]:
-    """How many times as long as the median worker's each one's computation of an update took.
+    """The factor by which each worker's computation of an update took longer than the median worker's.
 
     Where updates are not counted by worker all take the same ones, so the share of time spent computing tells.
     """

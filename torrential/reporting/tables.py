@@ -31,7 +31,7 @@ class Table:
 
 
 def entries(study: Study, verdict: Verdict) -> Table:
-    """What the verdict was found from, as the terminal shows it."""
+    """The table from which the verdict was found, as the terminal shows it."""
     return Table(show.columns(study), [show.cells(study, row) for row in verdict.rows])
 
 
@@ -85,7 +85,7 @@ def _metric(study: Study, value: float) -> str:
 
 
 def tuning(study: Study) -> Table:
-    """What was tried on validation data, what it cost, and what was chosen."""
+    """The values that were tried on validation data, what they cost, and which were chosen."""
     found = ["reached the target", "median seconds", f"best validation {study.metric}"]
     return Table(["tried", "trials", *found, "worker-s", ""], [_tuned(study, entry) for entry in study.tuning])
 
@@ -139,7 +139,8 @@ def machines(study: Study) -> Table:
 
 
 def options(study: Study) -> tuple[Table, Table]:
-    """What all trials had in common, and what each entry had; values that changed from trial to trial are listed."""
+    """The options that all trials had in common, and those of each entry; values that changed from trial to trial are
+    listed."""
     configs = [[_named(_flat(run.config)) for run in entry.runs] for entry in study.entries]
     names = list(dict.fromkeys(name for entry in configs for config in entry for name in config))
     everywhere = {name: {config.get(name, "") for entry in configs for config in entry} for name in names}
@@ -154,7 +155,7 @@ def options(study: Study) -> tuple[Table, Table]:
 
 
 def _named(config: dict[str, str]) -> dict[str, str]:
-    """As they are called after --set; without seeds, which are with the trials."""
+    """The options as they are given after --set; without seeds, which are with the trials."""
     plain = {name: value for name, value in config.items() if name != "seed"}
     for section in SECTIONS:
         plain = {name.removeprefix(section): value for name, value in plain.items()}
@@ -162,7 +163,7 @@ def _named(config: dict[str, str]) -> dict[str, str]:
 
 
 def evaluations(study: Study) -> list[str]:
-    """How finely time is told."""
+    """The intervals between evaluations: times to the target are no finer than that."""
     found: dict[str, list[str]] = {}
     for entry in study.entries:
         gaps = [gap for run in entry.runs for gap in np.diff(metric_curve(run, "time")[0]) if gap > 0]

@@ -27,7 +27,7 @@ _decode = msgspec.msgpack.Decoder(ShardOperation).decode
 
 
 class Ask(NamedTuple):
-    """A request, and who made it."""
+    """A request and its tensors, with the worker that made it."""
 
     worker: int
     request: Request
@@ -63,7 +63,7 @@ class ChainLink:
         return link
 
     def place(self, before: int | None, after: int | None, view: int) -> None:
-        """Where a new view puts it."""
+        """Take the place in the chain that a new view gives this server."""
         if before is not None and before != self.before:
             self.current = False
         self.before, self.after, self.view = before, after, view
@@ -133,7 +133,7 @@ class ChainLink:
 
     # -- neighbours --------------------------------------------------------------------------------------------------
     def replicated(self, message: Replicated) -> None:
-        """What the one after this one says."""
+        """Take what the next server of the chain says about its operations."""
         if message.empty:
             if self.current:  # else as soon as this one is restored
                 self._fill()

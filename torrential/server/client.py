@@ -45,7 +45,7 @@ JOINING = -1  # the clock of a worker that has not begun; nothing waits for it, 
 
 
 class Answer(NamedTuple):
-    """What all servers together said."""
+    """The answer of all servers together."""
 
     version: int = 0  # updates applied, on the range with the fewest
     clock: int = 0  # completed by all workers, on the range furthest behind
@@ -87,7 +87,7 @@ class Client:
 
     # -- parameters -------------------------------------------------------------------------------------------------
     def enter(self) -> int:
-        """Before a worker's first clock: from now on the others wait for it. Returns the clock to begin with."""
+        """Begin a worker's first clock: from now on the others wait for it. Returns the clock to begin with."""
         clock = self._read([], JOINING, everywhere=True).wait().ahead
         self._read([], clock, everywhere=True)  # ranges that are behind need not wait for this worker until then
         return clock
@@ -166,11 +166,11 @@ class Client:
         return self._send(Save, {"number": self._saved}, parts, JOINING)
 
     def complain(self, pending: PendingRequest, waited: float) -> None:
-        """For whoever waits by looking now and then: the servers are asked whom they wait for."""
+        """Ask the servers whom a request waits for; for callers that poll instead of waiting."""
         self._complain(pending, waited, self._overdue)
 
     def forget(self, pending: PendingRequest) -> None:
-        """Nobody will wait for its answer any more."""
+        """Give up a request: nobody will wait for its answer any more."""
         self._unanswered.pop(pending.seq, None)
 
     def call(
@@ -186,7 +186,7 @@ class Client:
         return self._send(Call, {"name": name, "options": dict(options or {})}, parts, clock)
 
     def wait(self, timeout: float | None = None) -> None:
-        """For everything that is unanswered."""
+        """Wait for everything that is unanswered."""
         while self._unanswered:
             next(iter(self._unanswered.values())).wait(timeout)
 
@@ -282,7 +282,7 @@ class Client:
                 pause = min(pause, self._resend)
 
     def _land(self) -> None:
-        """Whatever is coming in by an earlier word lands in memory of its own."""
+        """Tell the mail where answers are to land; what is coming in by an earlier call lands in memory of its own."""
         if not self.comm.shares_memory:
             self.comm.land(self._place)
 

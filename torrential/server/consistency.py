@@ -51,7 +51,7 @@ class Consistency:
         return self.staleness == 0
 
     def needs(self, clock: int) -> int:
-        """How many clocks must be completed before a read at `clock`."""
+        """The number of clocks that must be completed before a read at `clock`."""
         return ALWAYS if self.staleness is None else clock - self.staleness
 
     def may_read(self, clock: int, completed: int) -> bool:

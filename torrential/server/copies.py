@@ -85,7 +85,7 @@ class Copies:
 
     @property
     def number(self) -> int:
-        """Of the newest checkpoint that this head has heard of."""
+        """The number of the newest checkpoint that this head has heard of."""
         return max(self._announced, self._link.shard.marked)
 
     def awaited(self) -> set[int]:
@@ -142,7 +142,7 @@ class Copies:
             self._answer_all()
 
     def gone(self, workers: Collection[int]) -> None:
-        """They may still ask for a copy: the last one is, by a worker that has left."""
+        """Stop waiting for the marks of workers that are gone. One that has left may still ask for the last copy."""
         if self._copy is not None:
             self._copy.awaited.difference_update(workers)
 

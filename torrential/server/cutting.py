@@ -23,7 +23,7 @@ Pieces = Tensor | Sequence[tuple[int, Tensor]]  # the whole vector, or flat part
 
 
 class RangeRequest:
-    """What of a request is for one range."""
+    """The part of a request that is for one range."""
 
     __slots__ = ("into", "keys", "message", "moved", "server", "spans", "start", "stop", "tensors", "version", "view")
 
@@ -72,8 +72,8 @@ class Cutter:
     def cut(
         self, spans: Sequence[Span], tensors: Sequence[Tensor], into: Sequence[Tensor], keys: bool = False
     ) -> list[RangeRequest]:
-        """By the table. `tensors` and `into` are empty or go with the spans, except that with `keys` there are the
-        values and the keys."""
+        """Cut a request by the table of ranges. `tensors` and `into` are empty or go with the spans, except that with
+        `keys` there are the values and the keys."""
         table, version = self.view.table, self.view.version
         if len(table) == 1 and len(spans) == 1 and not keys and 0 <= spans[0][0] < spans[0][1] <= self.numel:
             size = spans[0][1] - spans[0][0]
@@ -120,7 +120,7 @@ def _piece(tensor: Tensor, first: int, last: int) -> Tensor:
 
 
 class SliceCache(dict[Span, Tensor]):
-    """Of one tensor. Kept, since workers send and read the same ones again and again."""
+    """The slices of one tensor by span, kept because workers send and read the same ones again and again."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.whole = tensor.data  # neither the tensor nor a view of it, which would never be let go of

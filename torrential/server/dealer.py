@@ -66,7 +66,8 @@ class Dealer(msgspec.Struct):
         return self._lease(Lease(worker, held.epoch, held.first, min(held.last, held.first + count)))
 
     def deal_together(self, workers: Sequence[int], count: int) -> list[tuple[int, Lease]]:
-        """To each of the workers, what was given back first; some may get nothing (lease 0) at the end of an epoch."""
+        """Deal to each of the workers, first what was given back; some may get nothing (lease 0) at the end of an
+        epoch."""
         dealt = []
         workers = list(workers)
         while self.returned and workers:

@@ -65,7 +65,7 @@ class Store:
 
     @property
     def sum(self) -> Tensor:
-        """Where gradients of several workers are added up."""
+        """The vector in which gradients of several workers are added up."""
         if self._sum is None:
             self._sum = self._buffer("gradients")
         return self._sum
@@ -81,7 +81,7 @@ class Store:
         return self._comm.buffer(f"{self._name}/{name}", self.numel, self.dtype)
 
     def view(self, span: Span) -> Tensor:
-        """Of parameters. Kept, since the same parts are read again and again."""
+        """A view of the parameters in a span, kept because the same parts are read again and again."""
         view = self._views.get(span)
         if view is None:
             if len(self._views) >= MOST_KEPT:
@@ -100,7 +100,7 @@ class Store:
 
 
 def state_names(layout: Layout, spec: OptimizerSpec) -> list[str]:
-    """Of the optimizer's per-element states, in a store's order."""
+    """The names of the optimizer's per-element states, in a store's order."""
     return list(_initial(layout, spec, _form(layout, spec))[0])
 
 
@@ -113,7 +113,8 @@ def bounds(layout: Layout, spec: OptimizerSpec) -> list[int] | None:
 
 
 def _form(layout: Layout, spec: OptimizerSpec) -> OptimizerTraits | None:
-    """Of an optimizer that is run on whole tensors (server/whole.py); refuses those that servers cannot keep."""
+    """The traits of an optimizer that is run on whole tensors (server/whole.py); refuses those that servers cannot
+    keep."""
     (dtype,) = layout.sizes
     if dtype.is_complex:
         raise BadInput("servers keep real numbers (the model's parameters: complex); use --strategy allreduce")
@@ -184,7 +185,7 @@ class _Stepper(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Where the parts of gradients for some spans go: gradient, its part (None: all of it)."""
+    """The places of gradients for some spans: which gradient goes where, and which part of it (None: all of it)."""
 
     wholes: Mapping[int, tuple[int, slice | None]]  # by piece
     beside: _Stepper | None  # of what is less than a piece

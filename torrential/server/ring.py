@@ -46,7 +46,8 @@ def begin(servers: Sequence[int], numel: int, replicas: int = 0, bounds: Sequenc
 
 
 def _place(ideal: int, numel: int, places: Sequence[int] | None, lowest: int, after: int) -> int:
-    """Where to cut near `ideal`: at `lowest` or above, with room for `after` ranges (this one included) from there."""
+    """The place to cut near `ideal`: at `lowest` or above, with room for `after` ranges (this one included) from
+    there."""
     if places is not None:
         first = bisect_left(places, lowest)
         allowed = places[first : len(places) - after + 1]
@@ -96,7 +97,7 @@ def promote(table: Table, server: int, replicas: int = 0) -> Table:
 
 
 def leave(table: Table, server: int, replicas: int = 0) -> Table:
-    """Without a server, dead or dismissed. Chains that became too short get another server at their end."""
+    """The table without a server, dead or dismissed. Chains that became too short get another server at their end."""
     remaining = sorted({a for r in table for a in r.chain} - {server})
 
     def after(r: Range) -> Range:

@@ -29,7 +29,7 @@ from torrential.task import OptimizerSpec
 
 @dataclass(frozen=True)
 class ServerStatistics:
-    """About the ranges that this server heads."""
+    """The counts of updates on the ranges that a server heads."""
 
     updates: int
     dropped: int  # gradients that came too late
@@ -69,7 +69,7 @@ class Server:
             self._adopt(comm.view)
 
     def run(self) -> None:
-        """Until the world says stop."""
+        """Serve until the world says stop."""
         while True:
             self.comm.read(self.handle)
             if self.comm.stop_requested():
@@ -179,7 +179,7 @@ class Server:
         self._say_filled()
 
     def _link(self, before: Mapping[int, ChainLink], start: int, stop: int) -> ChainLink:
-        """What this server has of a range."""
+        """The link of this server for a range, cut from what it has of it."""
         for link in before.values():
             if link.start <= start and stop <= link.stop:
                 return link if (link.start, link.stop) == (start, stop) else link.part(start, stop)
@@ -195,4 +195,4 @@ class Server:
 
 
 def _ignore(letter: Letter) -> None:
-    """What only workers are told."""
+    """Ignore a letter that concerns only workers."""

@@ -26,7 +26,7 @@ from torrential.server.whole import optimizer_of
 
 
 class RequestInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A worker's request that an operation carries out."""
+    """The worker's request that an operation carries out."""
 
     worker: int
     seq: int
@@ -51,7 +51,7 @@ class ShardOperation(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a request came to; see messages.Done."""
+    """The outcome of a request, with the fields of messages.Done."""
 
     version: int = 0
     dropped: bool = False
@@ -93,7 +93,7 @@ class ShardMetadata(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Initial:
-    """What a run begins with: full-length vectors."""
+    """The full-length vectors and counts that a run begins with."""
 
     parameters: Tensor
     states: Mapping[str, Tensor] = field(default_factory=dict)  # those that are missing begin as they do in torch
@@ -158,7 +158,8 @@ class Shard:
         return shard
 
     def part(self, start: int, stop: int) -> Shard:
-        """The same, of fewer keys. The vectors stay where they are; what is counted stays with the first piece."""
+        """The same shard with fewer keys. The vectors stay where they are; what is counted stays with the first
+        piece."""
         metadata = msgspec.msgpack.decode(msgspec.msgpack.encode(self.metadata()), type=ShardMetadata)
         if start != self.start:
             metadata.dealer, metadata.staleness, metadata.dropped = None, {}, 0
@@ -167,7 +168,7 @@ class Shard:
         return piece
 
     def copied(self, store: Store) -> Shard:
-        """The same, in other memory."""
+        """The same shard in other memory."""
         for copy, mine in zip(
             store.tensors(self.start, self.stop), self.store.tensors(self.start, self.stop), strict=True
         ):
@@ -195,7 +196,7 @@ class Shard:
 
     # -- operations --------------------------------------------------------------------------------------------------
     def apply(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
-        """One result for each request it carries out."""
+        """Apply an operation; returns one result for each request it carries out."""
         self.number += 1
         method: Callable[[ShardOperation, Sequence[Tensor]], list[Result]] = getattr(self, f"_{operation.kind}")
         return method(operation, tensors)
@@ -236,7 +237,7 @@ class Shard:
         return [self._record(asked, Outcome(self.version), tensors) for asked in operation.asked]
 
     def _push(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
-        """One worker's gradient, as it comes."""
+        """Apply one worker's gradient, as it comes."""
         (asked,) = operation.asked
         clock = self.clocks.get(asked.worker)
         if clock is not None:
@@ -245,7 +246,7 @@ class Shard:
         return self._optimized(operation, tensors)
 
     def _step(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
-        """The sum of a clock's gradients."""
+        """Apply the sum of a clock's gradients."""
         self.closed = operation.number + 1
         for asked in operation.asked:
             if asked.worker in self.clocks:
@@ -279,7 +280,7 @@ class Shard:
         ]
 
     def _drop(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
-        """A gradient that came too late."""
+        """Drop a gradient that came too late, and give its samples back."""
         (asked,) = operation.asked
         self.dropped += 1
         if self.dealer is not None:
@@ -303,13 +304,13 @@ class Shard:
         ]
 
     def _meet(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
-        """A worker's first word: from now on its clock counts."""
+        """Count a worker's clock from now on: it has sent its first request."""
         for worker in operation.workers:
             self.clocks[worker] = RangeClock(self.start, self.stop, operation.number)
         return []
 
     def _forget(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
-        """Workers that are gone, and what they may still have said in lives before this one."""
+        """Forget workers that are gone, and refuse what they may still have sent in lives before this one."""
         for worker in operation.workers:
             self.clocks.pop(worker, None)
             self.lives[worker] = max(self.lives.get(worker, 0), operation.number)

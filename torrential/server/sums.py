@@ -56,7 +56,8 @@ class Clock:
         self.abstained -= set(workers)
 
     def chosen(self, first: int | None) -> list[Ask]:
-        """Those that make the step: of the first so many workers with something to add, or of all; by rank."""
+        """The pushes that make the step: those of the first so many workers with something to add, or of all; by
+        rank."""
         if first is None:
             workers = sorted(self._asks)
         else:

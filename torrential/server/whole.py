@@ -105,7 +105,7 @@ class WholeOptimizer:
         return float(plain)
 
     def objection(self, spans: Sequence[Span], keys: bool) -> str | None:
-        """What is wrong with a push, in words that go on from "worker 3"."""
+        """The reason to refuse a push, in words that go on from "worker 3"; None: there is none."""
         name = self._store.spec.kind.__name__
         if keys:
             return f"pushed gradients for single keys, where {name} needs whole tensors; push all of the gradient"

@@ -39,7 +39,7 @@ class Servers:
 
     count: int
     consistency: Consistency
-    """When a worker may read, and whether the gradients of one clock become one update."""
+    """The rule of when a worker may read, and whether the gradients of one clock become one update."""
     joined: bool = False
     """Whether all workers of a clock are dealt one joined batch; else each takes samples as it comes."""
     handlers: Mapping[str, Handler] = field(default_factory=dict)

@@ -40,7 +40,7 @@ class ObjectEntry(msgspec.Struct, frozen=True):
 
 
 class StudyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The question, as it was put. Two calls are about the same study if these are equal."""
+    """The question of a study as it was put. Two calls are about the same study if these are equal."""
 
     task: str
     strategies: list[str | ObjectEntry]
@@ -81,7 +81,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComputeTime(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sample takes on the machine where the study was begun, measured once for all its runs."""
+    """The time of a sample on the machine where the study was begun, measured once for all its runs."""
 
     batch_size: Positive
     threads: Positive
@@ -89,7 +89,7 @@ class ComputeTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What study.json holds."""
+    """The contents of study.json."""
 
     format: int = FORMAT
     torrential: str
@@ -190,7 +190,7 @@ def _joined(options: dict[str, Any]) -> str:
 
 
 def cluster_name(cluster: str | dict[str, Any]) -> str:
-    """What a cluster is called where people read it; empty: there is none."""
+    """The name of a cluster where people read it; empty: there is none."""
     return Path(cluster).stem if isinstance(cluster, str) else str(cluster.get("name", "cluster"))
 
 
@@ -208,7 +208,7 @@ def own_options(spec: Spec) -> dict[str, Any]:
 
 # -- trials and tuning ------------------------------------------------------------------------------------------------
 def split_trials(text: str) -> tuple[int, bool]:
-    """How many there are, and whether that is the most and fewer may do."""
+    """The number of trials, and whether that is the most and fewer may do."""
     word, _, most = text.strip().partition(":")
     number = (most or str(MOST_TRIALS)) if word == "auto" else text
     try:
@@ -250,7 +250,7 @@ def with_values(spec: Spec, values: dict[str, str]) -> Spec:
 
 # -- the question -----------------------------------------------------------------------------------------------------
 def check_asked(asked: StudyRequest) -> None:
-    """What can be refused before anything is loaded."""
+    """Refuse what can be refused before anything is loaded."""
     for name, value in (
         ("trials", asked.trials),
         ("tune-trials", asked.tune_trials),
@@ -271,7 +271,7 @@ def check_asked(asked: StudyRequest) -> None:
 
 
 def differences(here: Question, asked: Question) -> list[str]:
-    """Where another question was put, in words."""
+    """The fields in which another question was put, in words."""
     found = []
     for name in ("torrential", "digest"):
         if getattr(here, name) != getattr(asked, name):

@@ -32,12 +32,13 @@ class Runner(Protocol):
 
 
 class StudyListener(Protocol):
-    """Somebody who watches a study go on."""
+    """A listener that hears how a study goes on."""
 
     def planned(self, runs: int, done: int) -> None: ...
 
     def goes_on(self, runs: int, trials: int, more: int) -> None:
-        """It is undecided after so many trials of each entry, so more are made: as many of each, and runs in all."""
+        """Hear that it is undecided after so many trials of each entry, so that more are made: as many of each, and
+        runs in all."""
 
     def begins(self, trial: Trial) -> None: ...
 

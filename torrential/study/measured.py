@@ -44,7 +44,7 @@ def with_compute_time(request: RunRequest, measured: Sequence[ComputeTime]) -> R
 
 
 def _table(request: RunRequest) -> dict[str, Any] | None:
-    """What is simulated; None: nothing is."""
+    """The table of the simulated cluster; None: nothing is simulated."""
     if request.world != "sim":
         return None
     return cluster_table(request.cluster)
@@ -55,7 +55,7 @@ def _leaves_it_open(table: dict[str, Any] | None) -> bool:
 
 
 def _settings(request: RunRequest) -> tuple[int, int]:
-    """What the time of a sample depends on: the batch size, and the number of threads."""
+    """The settings on which the time of a sample depends: the batch size, and the number of threads."""
     threads = make(Settings, {k: v for k, v in request.options.items() if k == "threads"}).threads
     return request.task.batch_size if request.batch_size is None else request.batch_size, threads or 1
 

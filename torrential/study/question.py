@@ -31,7 +31,7 @@ CLOSE = 0.1  # how far the samples of an entry's interval may be off, as steps a
 
 @dataclass(frozen=True)
 class Subject:
-    """What a study trains: the task, and the class of each strategy that its entries name."""
+    """The subject of a study: the task, and the class of each strategy that its entries name."""
 
     task: Task
     source: str | None  # of the task; None: a program made it
@@ -179,7 +179,8 @@ def _fits(interval: float, joined: float) -> bool:
 
 
 def _digest(asked: StudyRequest, subject: Subject) -> str:
-    """Of the files of task and strategies and of the clusters, so that a study does not go on with other ones."""
+    """A digest of the files of task and strategies and of the clusters, so that a study does not go on with other
+    ones."""
     files = [split_spec(spec)[0] for spec in (subject.source or "", *subject.strategies)]
     parts = [Path(file).read_bytes() for file in files if file]
     parts += [msgspec.json.encode(cluster_table(cluster)) for cluster in asked.clusters]

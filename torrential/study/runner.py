@@ -51,7 +51,7 @@ class Train:
         return self._warm.launch()
 
     def _note(self, trial: Trial, error: Diverged) -> None:
-        """It has missed the target, and would do so again: that is its result, and belongs to its records."""
+        """Record that a diverged trial has missed the target: it would do so again, so that is its result."""
         path = trial.directory / records.RECORDS
         when = max((record.time for record in records.read_records(path) if isinstance(record, Step)), default=0.0)
         with RecordWriter(path) as writer:

@@ -85,7 +85,7 @@ def _unit(study: Study) -> str:
 
 
 def columns(study: Study) -> list[str]:
-    """Of the table that has a line for each entry."""
+    """The columns of the table that has a line for each entry."""
     s, value = _unit(study), f"test {study.metric}"
     if study.target is None:
         return ["entry", "ended", f"trained, {s}", value, "options"]

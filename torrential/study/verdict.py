@@ -28,7 +28,7 @@ MANY_PAIRS = 6  # with more, words are about the soonest against the others
 
 @dataclass(frozen=True)
 class Row:
-    """One entry, over its trials that ended by themselves."""
+    """One entry of the verdict, over its trials that ended by themselves."""
 
     entry: Entry
     trials: int
@@ -145,7 +145,7 @@ def _pairs(study: Study, rows: list[Row]) -> list[Pair]:
 
 
 def _looks(study: Study) -> int:
-    """By which p-values are corrected: how often it may be looked whether there is an answer."""
+    """The number of looks at the data by which p-values are corrected."""
     return LOOKS if study.looks else 1
 
 
@@ -270,7 +270,7 @@ def _undecided(study: Study) -> str:
 
 
 def _nearest(study: Study) -> str:
-    """Who came nearest on validation data, as far as is known."""
+    """The entry that came nearest to the target on validation data, as far as is known."""
     found = [
         (value, entry.name)
         for entry in study.entries
@@ -284,7 +284,7 @@ def _nearest(study: Study) -> str:
 
 
 def _sentence(study: Study, pair: Pair, corrections: int) -> str:
-    """What can be said of two entries; a p-value is multiplied by as much as `corrections`."""
+    """The sentence about two entries; a p-value is multiplied by as much as `corrections`."""
     first, second, of = pair.first, pair.second, pair.difference
     a, b, target = first.entry.name, second.entry.name, _target(study)
     trials = f"{counted(first.trials, 'trial')} each"

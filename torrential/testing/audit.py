@@ -66,7 +66,7 @@ class Audit:
             self._ledger = Ledger(plan.initial().parameters, plan.consistency, self._complain)
 
     def _complain(self, what: str) -> None:
-        """Told from inside of roles; raised between events."""
+        """Note a violation inside of a role; it is raised between events."""
         self._wrong.append(what)
 
     def raise_violation(self) -> None:
@@ -168,7 +168,7 @@ class Audit:
                 self._complain(f"a request was refused: {message.reason}")
 
     def _executes(self, worker: int, clock: int) -> None:
-        """It has read what it begins this clock with."""
+        """Note that a worker has begun this clock, and check that no other is too far from it."""
         staleness = self._consistency.staleness
         if staleness is None or self._consistency.first is not None:
             return

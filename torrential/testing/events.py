@@ -21,7 +21,7 @@ Happened = tuple[float, Callable[..., None], tuple[Any, ...]]  # when, what was 
 
 
 def last(events: Iterable[Happened]) -> list[str]:
-    """Without the turns of roles: what they do shows in their messages."""
+    """The last events without the turns of roles: what these do shows in their messages."""
     lines = [f"  {time:10.6f}  {_words(do, args)}" for time, do, args in events if not _is_turn(do)]
     return lines[-SHOWN:]
 

@@ -93,7 +93,7 @@ class Ledger:
             self._complain(f"lease {done.lease} was given out twice: {self._samples[done.lease]} and {samples}")
 
     def _read(self, worker: int, spans: Sequence[Span], version: int, tensors: Sequence[Tensor]) -> None:
-        """In step, parameters of one version are the same for everybody."""
+        """Check that parameters of one version are the same for everybody, where pushes are summed."""
         for span, tensor in zip(spans, tensors, strict=bool(tensors)):
             read = tensor.numpy().tobytes()
             if self._reads.setdefault((span, version), read) != read:
@@ -105,8 +105,8 @@ class Ledger:
 
     # -- sums -----------------------------------------------------------------------------------------------------
     def explain(self, vector: Tensor, table: Iterable[Range], what: str, dealer: Dealer | None = None) -> None:
-        """Whether these parameters are what the pushes made them; with `dealer`: those whose samples it counts as
-        used, however they were answered."""
+        """Check that these parameters are what the pushes made them; with `dealer`: the pushes whose samples it counts
+        as used, however they were answered."""
         pushes = [p for p in self._pushes.values() if p.adds]
         if dealer is not None:
             pushes = [p for p in pushes if p.lease and used(dealer, self._samples[p.lease])]
@@ -125,7 +125,7 @@ class Ledger:
                 self._complain(f"{what} from {r.start} to {r.stop} are not the sum of what was pushed (off by {most})")
 
     def versions(self, table: Iterable[Range], found: Callable[[Range], int]) -> None:
-        """Where every push is an update."""
+        """Check the versions of ranges against the pushes, where every push is an update."""
         pushes = [p for p in self._pushes.values() if p.adds]
         for r in table:
             sure = sum(bool(p.applied[r.start]) for p in pushes)

@@ -81,7 +81,7 @@ def outcomes(seeds: range, jobs: int) -> Iterator[ScheduleFailed | str]:
 
 
 def outcome(seed: int) -> ScheduleFailed | str:
-    """As of `check`, but what it raises is returned."""
+    """The outcome of `check`: what it returns, or the failure that it raises."""
     try:
         return check(seed)
     except ScheduleFailed as failure:
@@ -93,7 +93,7 @@ def _traceback(error: BaseException | None) -> str:
 
 
 def simulate(schedule: FaultSchedule, audit: Audit | None = None) -> tuple[list[Record], list[bytes]]:
-    """Its records, and the parameters of its checkpoints."""
+    """Run a schedule; returns its records, and the parameters of its checkpoints."""
     records: list[Record] = []
     observer = Forgetful(audit)
     world = SimWorld(make_cluster(schedule.cluster), observer.of, audit)

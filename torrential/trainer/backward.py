@@ -47,7 +47,8 @@ class Gradients:
         return self._batches.fetch(indices)
 
     def add_up(self, portions: Sequence[Portion], last: Callable[[], None] | None = None) -> list[float]:
-        """In the parameters' `grad`; returns the portions' losses. `last` is called before the last backward."""
+        """Add the portions' gradients up in the parameters' `grad`; returns the portions' losses. `last` is called
+        before the last backward."""
         losses, buffers = list[float](), list[Tensor]()
         for done, portion in enumerate(portions, start=1):
             seed_all(self._device, self._seed, 1, *portion.position)

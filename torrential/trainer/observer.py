@@ -70,7 +70,7 @@ class Observer:
         )
 
     def evaluate(self, snapshot: Snapshot, split: str) -> Evaluation:
-        """Of the parameters last loaded."""
+        """Evaluate the parameters that were loaded last."""
         data = self._data[split]
         value = loss = 0.0
         seed_all(self.device, self.config.seed, 2, snapshot.step)  # for models that draw here, too

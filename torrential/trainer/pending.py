@@ -14,7 +14,8 @@ Parts = dict[int, Mapping[str, Tensor]]  # rank -> that worker's own states, by 
 
 
 class PendingSnapshots(Generic[T]):
-    """In the order in which they came. After a change of members one step may be given twice, its parts too."""
+    """Snapshots in the order in which they came, until they are complete. After a change of members one step may be
+    given twice, its parts too."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Snapshot, T]] = []

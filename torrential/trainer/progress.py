@@ -152,7 +152,8 @@ class TrainingProgress:
         )
 
     def _saves_due(self, epochs: int) -> int:
-        """How many checkpoints belong to so many epochs, or to the steps taken so far; the last comes at the end."""
+        """The number of checkpoints that belong to so many epochs, or to the steps taken so far; the last comes at the
+        end."""
         every = self._config.settings.evaluate_every
         return min(epochs, self._config.epochs - 1) if every is None else self.step // every
 

@@ -116,7 +116,7 @@ class Rounds:
                 continue
 
     def _stand(self) -> int:
-        """Called when every member has stopped: conclude the step if its ballot is complete, else put it back."""
+        """Conclude the step if its ballot is complete, else put it back; called when every member has stopped."""
         if self.ballot is not None and self.ballot.done():
             self._take_step()
         else:
@@ -171,7 +171,7 @@ class Rounds:
                 self._take_over(state, newcomer=self.applied < 0 <= agreement.applied)
 
     def _everything(self) -> dict[str, Tensor]:
-        """What a member needs that is behind."""
+        """The state that a member needs that is behind."""
         deal, parameters = self._data.deal, self._parameters
         place = [self._progress.step, deal.epoch, deal.cursor, self._progress.samples]
         state = {"place": torch.tensor(place), "counts": torch.tensor(parameters.counts)}

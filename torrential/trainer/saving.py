@@ -52,7 +52,7 @@ class Saving:
         self._pending = self._client.save(self._vectors)
 
     def poll(self) -> None:
-        """If the copies are here, hand them over; if one is lost, ask again; if they do not come, complain."""
+        """Hand the copies over if they are here; ask again if one is lost; complain if they do not come."""
         if self._pending is None:
             return
         if self._pending.done():
@@ -68,7 +68,7 @@ class Saving:
             self._pending = None
 
     def last(self) -> None:
-        """All workers are finished."""
+        """Save the last checkpoint: all workers are finished."""
         self.begin()
         while self._pending is not None and not self._hand_over(self._pending, final=True):
             self.begin()
@@ -108,7 +108,7 @@ class Saving:
         )
 
     def _numbers(self, whole: Saved) -> dict[str, Tensor]:
-        """What the optimizer keeps one number of for each parameter."""
+        """The optimizer's states that are one number for each parameter."""
         return {
             f"extra/{entry.name}/{name}": torch.tensor(value, dtype=torch.float32 if name == "step" else torch.float64)
             for entry in self._layout.entries

@@ -30,7 +30,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outlet(Protocol):
-    """Where a worker leaves what happened; the world takes it from there."""
+    """The place where a role leaves records and snapshots; the world takes them from there."""
 
     def record(self, record: Record) -> None: ...
 
@@ -38,7 +38,7 @@ class Outlet(Protocol):
         """Copy a snapshot out, to be evaluated and saved beside training."""
 
     def own_buffers(self, step: int, buffers: Mapping[str, Tensor]) -> None:
-        """This worker's part of a snapshot: its own module buffers."""
+        """Give this worker's part of a snapshot: its own module buffers."""
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ def cut(start: int, stop: int, parts: int) -> list[Range]:
 
 @dataclass(frozen=True)
 class Costs:
-    """What messages cost here, in seconds."""
+    """The costs of messages, in seconds."""
 
     latency: float  # alpha: per message
     byte: float  # beta: per byte sent
@@ -73,6 +73,6 @@ class Algorithm:
     name: str
     summary: str
     plan: Callable[[int, int, int], Plan]
-    """Of a member: its number, how many there are, elements of the vector."""
+    """The plan of a member, given its number, how many there are, and the elements of the vector."""
     seconds: Callable[[int, int, Costs], float]
-    """Predicted, for members, bytes and costs: the algorithm's line in the table of costs."""
+    """The predicted seconds, given members, bytes and costs: the algorithm's line in the table of costs."""

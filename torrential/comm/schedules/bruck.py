@@ -13,7 +13,7 @@ from torrential.comm.schedules.base import Exchange, Plan, Range, Receive, Send,
 
 
 def all_gather(member: int, members: int, numel: int) -> Plan:
-    """Of a vector of members x numel: part i of every member i to everybody."""
+    """Send part i of every member i to everybody, in a vector of members x numel."""
     stream: Stream = []
     reach, key = 1, 0
     while reach < members:

@@ -31,14 +31,14 @@ def all_gather(member: int, members: int, numel: int) -> Plan:
 
 
 def share(member: int, members: int, numel: int) -> Plan:
-    """Of a vector of members x numel: part i of every member i to everybody."""
+    """Send part i of every member i to everybody, in a vector of members x numel."""
     parts = [(i * numel, (i + 1) * numel) for i in range(members)]
     return [[_exchange(member, [parts[member]] * members, parts, 0, add=False)]]
 
 
 def all_to_all(member: int, members: int, numel: int) -> Plan:
-    """Of a vector of two halves, each members x numel: part i of the first goes to member i; the second half's part j
-    is what member j had for us."""
+    """Exchange parts in a vector of two halves, each members x numel: part i of the first half goes to member i; part j
+    of the second half is what member j had for us."""
     give = [(i * numel, (i + 1) * numel) for i in range(members)]
     take = [(a + members * numel, b + members * numel) for a, b in give]
     return [[_exchange(member, give, take, 0, add=False)]]

@@ -218,7 +218,7 @@ class LocalComm(LocalMail):
         return Agreement(generation, self.members, go.source, go.applied, tuple(go.behind))
 
     def begin(self) -> None:
-        """Where there are servers, wait for the word to begin. There is one generation: deaths are news in the view."""
+        """Wait for the word to begin, where there are servers. There is one generation: deaths are news in the view."""
         go, _ = self._box.get()
         self.generation, self.members, self._began = go.generation, tuple(go.members), go.began
 

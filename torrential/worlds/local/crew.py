@@ -57,7 +57,7 @@ class Process:
 
 @dataclass(frozen=True)
 class ProcessMessage:
-    """Something a process said; `message` None: its connection is closed."""
+    """A message of a process; `message` None: its connection is closed."""
 
     process: Process
     message: Any

@@ -20,7 +20,7 @@ from torrential.worlds.local import messages as m
 
 
 class SupervisorLink:
-    """Sends to the supervisor; a thread sorts what comes from it."""
+    """The connection to the supervisor: it sends, and a thread sorts what comes."""
 
     def __init__(self, address: str, token: bytes, hello: m.Hello, timeout: float) -> None:
         self._connection = wire.dial(address, token, m.Any, timeout)

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def ending(address: int, life: int) -> str:
-    """Of the keys of buffers that belong to one incarnation: what its predecessor shared may still be read."""
+    """The ending of buffers' keys that belong to one incarnation: what its predecessor shared may still be read."""
     return f"~{life}#{address}"
 
 
 def open_post(spawn: Spawn) -> Post:
-    """Where letters for a role arrive, from the moment that others hear of it."""
+    """The post at which letters for a role arrive, from the moment that others hear of it."""
     mine = f"{spawn.address}-{spawn.role}-{spawn.rank}-{spawn.life}"
     where = "tcp:127.0.0.1:0" if spawn.transport == "tcp" else mine
     return Post(address_of(spawn.role, spawn.rank), spawn.life, where, spawn.token, Message)
@@ -110,7 +110,7 @@ class LocalMail:
         return handle
 
     def _box_of_parcels(self) -> LetterBox:
-        """Where tensors arrive that other members send; its letters are read with all others."""
+        """The box in which tensors arrive that other members send; its letters are read with all others."""
         self._parcels = LetterBox(self._post, self._read_parcels)
         return self._parcels
 

@@ -193,7 +193,7 @@ class _Supervision:
         self._tell(lambda now: self._membership.lost(process.who, how, now))
 
     def _how(self, process: Process) -> str:
-        """How a process ended. The nursery tells, before its connection closes or shortly after."""
+        """The way a process ended. The nursery tells, before its connection closes or shortly after."""
         with contextlib.suppress(queue.Empty):
             while process.pid not in self._statuses:
                 report = self._crew.reports.get(timeout=1.0)

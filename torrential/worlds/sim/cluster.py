@@ -112,8 +112,8 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     kind: Literal["crash", "partition", "slow-link"]
     at: Seconds | Annotated[str, Meta(examples=["50 %"])]
-    """When it begins: a second, or a share of the run, as in "50 %": when workers have computed the gradients of half
-    of the samples that the run plans to train on. Samples that are computed again count again."""
+    """The time at which it begins: a second, or a share of the run, as in "50 %": when workers have computed the
+    gradients of half of the samples that the run plans to train on. Samples that are computed again count again."""
     worker: Number | None = None
     """The worker that crashes."""
     server: Number | None = None
@@ -227,7 +227,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return (number + last_meets_first) % used
 
     def factor(self, seed: int, worker: int, batch: int) -> float:
-        """By which a worker's batch takes longer than seconds_per_sample says."""
+        """The factor by which a worker's batch takes longer than seconds_per_sample says."""
         compute, factor = self.compute, 1.0
         if compute.spread != "none":
             factor = _spread(compute, Random(f"spread {seed} {worker} {batch}"))

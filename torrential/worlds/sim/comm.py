@@ -35,7 +35,7 @@ W = TypeVar("W", m.Go, m.AllStopped)
 
 
 class SimMessenger:
-    """What comm.messenger.Messenger offers to collectives."""
+    """The simulated counterpart of comm.messenger.Messenger, as collectives use it."""
 
     lands = False  # what comes is copied when it is taken
 
@@ -79,7 +79,7 @@ class SimMessenger:
         return self._arrived.pop((source, self.generation, tag))
 
     def pause(self, seconds: float) -> None:
-        """Until there is news; nothing has to be looked for in the meantime."""
+        """Wait until there is news; nothing has to be polled in the meantime."""
         if not self._news:
             began = self._comm.now()
             self._comm.role.wait(PAUSE_SECONDS)
@@ -180,7 +180,7 @@ class SimComm(SimMail):
         return self.carrier.all_gather(vector)
 
     def read_others(self) -> None:
-        """In shared memory nobody sends a letter, but each looks at what every other has put there."""
+        """Read what every other member has put into shared memory, where nobody sends a letter."""
         self.work(self.hub.cluster.inside.letter * (len(self.members) - 1))
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
@@ -318,5 +318,5 @@ class _InMemory:
 
 @lru_cache(maxsize=4096)
 def quickest(members: int, nbytes: int, costs: Costs) -> str:
-    """By the table of costs; what is not known here is how they meet on the way."""
+    """The algorithm that is the quickest by the table of costs; how messages meet on the way is not known here."""
     return min(ALGORITHMS, key=lambda name: ALGORITHMS[name].seconds(members, nbytes, costs))

@@ -42,7 +42,7 @@ class Cores:
             raise
 
     def _speed(self) -> float:
-        """Of each that works."""
+        """The speed of each role that works."""
         cores = self._inside.cores or len(self._jobs)
         running = min(cores, len(self._jobs))
         return running / len(self._jobs) / (1 + self._inside.contention * (running > 1))

@@ -112,11 +112,11 @@ class GradientPool:
         return job
 
     def forget(self, job: _Job) -> None:
-        """Whoever wanted it is dead."""
+        """Drop a job: the role that wanted it is dead."""
         job.wanted = False
 
     def finish(self, job: _Job) -> list[float]:
-        """Meanwhile one more is computed here, if all helpers have enough to do."""
+        """Wait for a job's losses. Meanwhile one more is computed here, if all helpers have enough to do."""
         since = time.monotonic()
         self._collect(0.0)
         while job.losses is None and job.failure is None:
@@ -143,7 +143,7 @@ class GradientPool:
             job.failure = error
 
     def _collect(self, timeout: float) -> None:
-        """What helpers have done, within so many seconds; and give them more."""
+        """Collect what helpers have done within so many seconds, and give them more."""
         for fd, _ in self._poll.poll(1000 * timeout):
             helper = self._helpers[fd]
             try:

@@ -33,10 +33,10 @@ class Stage(Protocol):
         """The observer is told something."""
 
     def event(self, event: str, worker: int | None, detail: str) -> None:
-        """To be put on record."""
+        """Put an event on record."""
 
     def state(self, worker: int, state: str) -> None:
-        """What a worker is at, for whoever watches."""
+        """Show what a worker is at."""
 
 
 class SimMembership:

@@ -43,7 +43,8 @@ class TimedParameters:
         return getattr(self._inner, name)
 
     def apply(self, step: Update) -> None:
-        """Where memory is shared, of its own slice, after a copy of what was there (params/shared.py)."""
+        """Take the step, and the time for it: where memory is shared, for its own slice, after a copy of what was there
+        (params/shared.py)."""
         self._inner.apply(step)
         members = len(self._comm.members)
         if self._comm.together and members > 1:
@@ -53,7 +54,7 @@ class TimedParameters:
 
 
 class TimedMail(SimMail):
-    """Of a server: what it says while it is at work is sent when that is done."""
+    """A server's mail: what the server sends while it is at work leaves when that is done."""
 
     held: list[tuple[int, Any, Sequence[Tensor]]] | None = None
 

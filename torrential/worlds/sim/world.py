@@ -46,16 +46,16 @@ YOUNG_AND_EMPTY = 1_000_000  # the same where none of them can keep a tensor's m
 
 
 class SimulationWatch(Protocol):
-    """Somebody who looks at a simulation from outside of its time; torrential/testing does."""
+    """An observer of a simulation from outside of its time, as torrential/testing has one."""
 
     def begin(self, kernel: Kernel, hub: Hub, membership: Membership) -> None:
-        """Before anything happens."""
+        """Called before anything happens."""
 
     def role(self, address: int, role: RoleContext | Server) -> None:
-        """It has just been built."""
+        """Called when a role has just been built."""
 
     def end(self) -> None:
-        """All workers are finished; servers are still there."""
+        """Called when all workers are finished; servers are still there."""
 
 
 class SimWorld:
@@ -81,7 +81,7 @@ class SimWorld:
 
 
 def rules_of(job: Job) -> Rules:
-    """Who comes back after a death, and when, is for the cluster's faults to say."""
+    """The rules of a simulated run. The cluster's faults say who comes back after a death, and when."""
     settings = job.config.settings
     return Rules(
         timeout=settings.timeout,
@@ -303,7 +303,7 @@ class _Simulation:
         self.crash(here, lasts)
 
     def crash(self, addresses: list[int], lasts: float | None) -> None:
-        """Whoever has finished is left alone."""
+        """Let roles die that have not finished, and come back after `lasts` seconds."""
         finished = self._membership.finished if not self._membership.dismissed else addresses
         struck = [a for a in addresses if a in self._hub.mails and a not in finished]
         for address in struck:
