@@ -36,7 +36,7 @@ from torrential.config import LocalSettings
 from torrential.errors import RunFailed
 from torrential.records import Record
 from torrential.run import Silent
-from torrential.server.client import Client, Pending
+from torrential.server.client import Client, PendingRequest
 from torrential.server.consistency import Consistency
 from torrential.strategies.base import Strategy
 from torrential.strategies.context import Context
@@ -153,7 +153,7 @@ class _Member:
         self._keys = places(self._slot)
         self._whole = [comm.buffer(f"whole-{i}", NUMEL, torch.float64) for i in range(DEPTH)]
         self._into = torch.empty(NUMEL, dtype=torch.float64)
-        self._under_way: deque[tuple[float, Pending]] = deque()
+        self._under_way: deque[tuple[float, PendingRequest]] = deque()
 
     def run(self) -> None:
         self._clock, number = self._client.enter(), 0
@@ -163,9 +163,9 @@ class _Member:
             self._entries[Entry.SENT] = number
             self._under_way.append((time.monotonic(), self._send(self._chance.choice(KINDS), number, values)))
             if len(self._under_way) == DEPTH:
-                self._settle()
+                self._wait_for_oldest()
         while self._under_way:
-            self._settle()
+            self._wait_for_oldest()
         self._entries[Entry.ENDED] = 1
         if self._rank == min(self._comm.view.workers):
             self._tell_values()
@@ -174,7 +174,7 @@ class _Member:
         stop = self._control[Word.STOP]
         return bool(stop) and (self._plan.staleness is None or self._clock >= stop)
 
-    def _send(self, kind: str, number: int, values: Tensor) -> Pending:
+    def _send(self, kind: str, number: int, values: Tensor) -> PendingRequest:
         client, clock = self._client, self._clock
         if kind == "add keys":
             return client.add(values, keys=self._keys)
@@ -188,7 +188,7 @@ class _Member:
             return client.push(values, keys=self._keys, clock=clock, lr=-1.0)
         return client.push_pull(whole, self._into, clock=clock, lr=-1.0)
 
-    def _settle(self) -> None:
+    def _wait_for_oldest(self) -> None:
         """The oldest of those under way."""
         sent_at, pending = self._under_way.popleft()
         pending.wait()

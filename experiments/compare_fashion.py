@@ -31,7 +31,7 @@ from torrential.errors import TorrentialError
 from torrential.progress import metric_value
 from torrential.records import replace_file
 from torrential.reporting.page import write_report
-from torrential.study.ask import Asked, Question
+from torrential.study.ask import Question, StudyRequest
 from torrential.study.conduct import conduct
 from torrential.study.directory import locked, open_directory
 from torrential.study.outlook import outlook
@@ -41,7 +41,7 @@ from torrential.study.results import STUDY, Entry, Run, Study
 from torrential.study.runner import Train
 from torrential.study.show import show, to_json, write_csv
 from torrential.study.verdict import Row, Verdict, judge
-from torrential.study.watch import Watching
+from torrential.study.watch import StudyProgress
 from torrential.tasks import load_task
 
 DDP = "ddp"
@@ -60,7 +60,7 @@ TRIALS = 6  # fewer cannot show a difference between six entries
 def ask(args: argparse.Namespace, condition: str) -> tuple[Question, Subject]:
     """The question that `torrential compare` would ask."""
     joined = args.workers * load_task(args.task).batch_size  # of a step of the first entry
-    asked = Asked(
+    asked = StudyRequest(
         task=args.task,
         strategies=list(STRATEGIES),
         target=args.target,
@@ -80,7 +80,7 @@ def carry_out(args: argparse.Namespace, condition: str, err: Console) -> None:
     with locked(directory):
         question = open_directory(directory, question)
         err.print(f"{CONDITIONS[condition][0]}: {'; '.join(outlook(question))}", highlight=False, soft_wrap=True)
-        watching = Watching(question.metric, question.asked.target or 0.0, err)
+        watching = StudyProgress(question.metric, question.asked.target or 0.0, err)
         runner = Train(question, subject, watching)
         try:
             conduct(question, directory, runner, watching)

@@ -9,7 +9,7 @@ from torrential.comm.protocol import SERVERS, Letter
 from torrential.server import ring
 from torrential.server.consistency import Consistency
 from torrential.server.messages import Done, Pull, Push, View
-from torrential.server.role import Server
+from torrential.server.server import Server
 from torrential.server.shard import Initial
 from torrential.task import OptimizerSpec
 

@@ -23,7 +23,7 @@ from torrential.records import (
     read_records,
     write_manifest,
 )
-from torrential.study.ask import Asked, Question, make_specs
+from torrential.study.ask import Question, StudyRequest, make_specs
 from torrential.study.plan import Trial
 from torrential.study.results import DIVERGED, Entry, Run, Study
 from torrential.study.show import show
@@ -162,9 +162,9 @@ def content(directory: Path) -> list[Record]:
 
 
 # -- studies of them -------------------------------------------------------------------------------------------------
-def asked(**different: Any) -> Asked:
+def asked(**different: Any) -> StudyRequest:
     given = {"task": "digits", "strategies": ["allreduce,ssp"], "target": TARGET, "trials": 3, "workers": [2]}
-    return Asked(**given | different)
+    return StudyRequest(**given | different)
 
 
 def question(**different: Any) -> Question:

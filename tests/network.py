@@ -17,13 +17,13 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from torrential.comm.protocol import SERVERS, Letter, Meter, letter_by_letter
-from torrential.params.home import Finished
-from torrential.params.layout import Bucket, Entry, Layout
+from torrential.params.base import Finished
+from torrential.params.layout import Bucket, Layout, ParameterEntry
 from torrential.server import ring
 from torrential.server.client import Client
 from torrential.server.consistency import Consistency
 from torrential.server.messages import View
-from torrential.server.role import Server
+from torrential.server.server import Server
 from torrential.server.shard import Initial
 from torrential.task import OptimizerSpec
 
@@ -234,7 +234,7 @@ def flat_layout(numel, dtype=torch.float32, sizes=None):
     """A model of tensors of these sizes (default: one), without gaps."""
     entries, start = [], 0
     for size in sizes or [numel]:
-        entries.append(Entry(len(entries), f"p{len(entries)}", torch.Size([size]), dtype, start))
+        entries.append(ParameterEntry(len(entries), f"p{len(entries)}", torch.Size([size]), dtype, start))
         start += size
     assert start == numel
     return Layout(tuple(entries), (Bucket(0, dtype, tuple(entries)),), {dtype: numel})

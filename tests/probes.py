@@ -27,7 +27,7 @@ class LocalSGD(Strategy, frozen=True, kw_only=True):
 
     period: int = 4
 
-    def joined(self, workers: int, batch_size: int) -> int:
+    def samples_per_update(self, workers: int, batch_size: int) -> int:
         return workers * batch_size * self.period
 
     def worker(self, ctx: Context) -> None:
@@ -62,7 +62,7 @@ class TwoStages(Strategy, frozen=True, kw_only=True):
     def roles(self, workers: int, servers: int) -> Roles:
         return (Role("worker", 2, self.worker, "fail"),)
 
-    def joined(self, workers: int, batch_size: int) -> int:
+    def samples_per_update(self, workers: int, batch_size: int) -> int:
         return batch_size * self.microbatches
 
     def part(self, model: nn.Module, rank: int, workers: int) -> nn.Module:
@@ -154,7 +154,7 @@ class Coordinated(Strategy, frozen=True, kw_only=True):
             Role("coordinator", 1, self.coordinator, "restart"),
         )
 
-    def joined(self, workers: int, batch_size: int) -> int:
+    def samples_per_update(self, workers: int, batch_size: int) -> int:
         return batch_size * self.portions
 
     def coordinator(self, ctx: Context) -> None:
@@ -225,7 +225,7 @@ class Averaging(Strategy, frozen=True, kw_only=True):
             Servers(servers, Consistency(None), handlers={"average": average}, vectors={"average": 0.0}),
         )
 
-    def joined(self, workers: int, batch_size: int) -> int:
+    def samples_per_update(self, workers: int, batch_size: int) -> int:
         return batch_size
 
     def worker(self, ctx: Context) -> None:

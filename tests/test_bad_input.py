@@ -754,7 +754,9 @@ def test_all_that_can_be_set_is_shown_and_explained(name: str, main_here: Callab
     assert ended.code == 0 and ended.err == ""
     shown = " ".join(ended.out.split())
     hidden, sections = without_effect(needs_servers(STRATEGIES[name])), shown
-    owners = {f"Of {name} alone": STRATEGIES[name]} | {str(kind.__doc__): kind for kind in (Settings, *WORLDS.values())}
+    owners = {f"Options of {name} itself": STRATEGIES[name]} | {
+        str(kind.__doc__): kind for kind in (Settings, *WORLDS.values())
+    }
     for heading, kind in reversed([*owners.items(), (str(Recipe.__doc__), Recipe)]):
         sections, _, section = sections.partition(f"{heading}")
         inherited = Settings.__struct_fields__ if kind in WORLDS.values() else ()
@@ -766,7 +768,7 @@ def test_all_that_can_be_set_is_shown_and_explained(name: str, main_here: Callab
             shown_choices = f"({' | '.join(choices)}) " if choices else ""
             assert option.about and f" {option.name}{default} {shown_choices}{option.about} " in f"{section} ", option
         assert not [name for name in hidden if f" {name}=" in section]
-    assert "Of " not in sections.rpartition("What can be set")[2]
+    assert "Options of " not in sections.rpartition("What can be set")[2]
 
 
 @pytest.mark.parametrize("name", [name for name, kind in STRATEGIES.items() if needs_servers(kind)])

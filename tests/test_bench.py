@@ -19,7 +19,7 @@ from rich.console import Console
 from torrential.bench.allreduce import Result, ask
 from torrential.bench.estimate import plan
 from torrential.bench.member import Calibrated, Measured, News, Picked, contenders
-from torrential.bench.show import Watching
+from torrential.bench.show import BenchmarkProgress
 from torrential.comm.costs import Fitted, machine
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.schedules.base import Costs
@@ -170,7 +170,9 @@ def test_how_long_it_takes_is_said_before_and_while_it_goes_on(live: bool, monke
     """Measurements count by the time they take: half of them, the small ones, are a fourteenth of it."""
     now = 0.0
     console = Console(file=StringIO(), width=110, force_terminal=live)
-    watching = Watching(ask(4, "1KB,1MB", "shared", "native,shared", 20, False), console, live, clock=lambda: now)
+    watching = BenchmarkProgress(
+        ask(4, "1KB,1MB", "shared", "native,shared", 20, False), console, live, clock=lambda: now
+    )
 
     def hear(news: News) -> None:
         watching.record(Event(event="bench", time=now, detail=msgspec.json.encode(news).decode()))

@@ -23,7 +23,7 @@ from torrential import opening
 from torrential.comm import wire
 from torrential.errors import BadInput
 from torrential.records import Event, read_records
-from torrential.resolve import Request
+from torrential.resolve import RunRequest
 from torrential.worlds.local import messages
 from torrential.worlds.local.link import ORPHANED, Link
 
@@ -107,7 +107,7 @@ def test_a_slow_evaluation_is_no_hung_worker(tmp_path: Path) -> None:
 def test_a_run_under_way_cannot_be_resumed(tmp_path: Path) -> None:
     """Found by attack: a second process resumed a running run, and both wrote over each other."""
     task = tt.Task(model=lookup(), loss=F.cross_entropy, train=data(), test=data(), epochs=1)
-    job = opening.open_run(Request(task=task, options={}), tmp_path / "run")
+    job = opening.open_run(RunRequest(task=task, options={}), tmp_path / "run")
     with pytest.raises(BadInput, match="still going on"):
         opening.resume_run(job.directory, task)
     opening.unlock(job.directory)

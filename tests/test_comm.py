@@ -26,7 +26,7 @@ from torrential.comm import messenger as messaging
 from torrential.comm import wire
 from torrential.comm.admission import MOST_STRANGERS
 from torrential.comm.carrier import Carrier, Operation
-from torrential.comm.messenger import Data, Greeting, Messenger, settle
+from torrential.comm.messenger import Messenger, PeerGreeting, TensorMessage, exchange_markers
 from torrential.comm.protocol import ALIGNMENT, Meter, Part, slices
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.shared import MAIL_BYTES, SMALL_BYTES, WORDS, SharedCarrier
@@ -102,7 +102,7 @@ class Group:
             if self.messengers:
                 mine = self.messengers[carrier.rank]
                 mine.regroup(generation, {r: (self.messengers[r].address, 0) for r in ranks if r != carrier.rank})
-                settle(mine, ranks, carrier.check, 5.0)
+                exchange_markers(mine, ranks, carrier.check, 5.0)
             carrier.regroup(generation, ranks)
 
         self.run(one)
@@ -511,8 +511,8 @@ def test_messages_of_an_earlier_generation_are_thrown_away() -> None:
         g.regroup(2, (0, 2))
         assert not low.arrived(2, "old")
         connection = high._peers[0].connection
-        connection.send(Data(1, "older"), [torch.ones(3)])
-        connection.send(Data(2, "new"), [torch.ones(3)])
+        connection.send(TensorMessage(1, "older"), [torch.ones(3)])
+        connection.send(TensorMessage(2, "new"), [torch.ones(3)])
         until(lambda: low.arrived(2, "new"))
         assert not low.arrived(2, "older")
         assert target.tolist() == [0, 0, 0]
@@ -524,7 +524,7 @@ def test_a_message_for_a_lost_peer_is_dropped() -> None:
         until(lambda: low._peers[2].lost)
         assert not low.send(2, "anything", [torch.ones(3)]).done()
         with pytest.raises(PeerLost, match="worker 2"):
-            settle(low, (0, 2), lambda: None, 0.05)
+            exchange_markers(low, (0, 2), lambda: None, 0.05)
 
 
 def header(envelope: Any) -> bytes:
@@ -532,7 +532,7 @@ def header(envelope: Any) -> bytes:
     return struct.pack("<I", len(encoded)) + encoded
 
 
-GREETING = header([{"type": "Greeting", "rank": 9, "life": 0}, []])
+GREETING = header([{"type": "PeerGreeting", "rank": 9, "life": 0}, []])
 STRANGERS = {
     "wrong token": bytes(wire.TOKEN_BYTES) + GREETING,
     "almost the token": TOKEN[:-1] + bytes([TOKEN[-1] ^ 1]) + GREETING,
@@ -542,13 +542,15 @@ STRANGERS = {
     "oversized header": TOKEN + struct.pack("<I", wire.MAX_HEADER + 1) + b"x" * 1000,
     "empty header": TOKEN + struct.pack("<I", 0),
     "header cut short": TOKEN + GREETING[:-3],
-    "not a greeting": TOKEN + header([{"type": "Data", "generation": 1, "tag": "x"}, []]),
+    "not a greeting": TOKEN + header([{"type": "TensorMessage", "generation": 1, "tag": "x"}, []]),
     "unknown message": TOKEN + header([{"type": "Exec", "rank": 9, "life": 0}, []]),
-    "wrong types": TOKEN + header([{"type": "Greeting", "rank": "nine", "life": 0}, []]),
-    "impossible tensor": TOKEN + header([{"type": "Greeting", "rank": 9, "life": 0}, [["float32", [1 << 41]]]]),
-    "negative tensor": TOKEN + header([{"type": "Greeting", "rank": 9, "life": 0}, [["float32", [-1]]]]),
-    "unknown dtype": TOKEN + header([{"type": "Greeting", "rank": 9, "life": 0}, [["object", [1]]]]),
-    "payload missing": TOKEN + header([{"type": "Greeting", "rank": 9, "life": 0}, [["float32", [1000]]]]) + b"1234",
+    "wrong types": TOKEN + header([{"type": "PeerGreeting", "rank": "nine", "life": 0}, []]),
+    "impossible tensor": TOKEN + header([{"type": "PeerGreeting", "rank": 9, "life": 0}, [["float32", [1 << 41]]]]),
+    "negative tensor": TOKEN + header([{"type": "PeerGreeting", "rank": 9, "life": 0}, [["float32", [-1]]]]),
+    "unknown dtype": TOKEN + header([{"type": "PeerGreeting", "rank": 9, "life": 0}, [["object", [1]]]]),
+    "payload missing": TOKEN
+    + header([{"type": "PeerGreeting", "rank": 9, "life": 0}, [["float32", [1000]]]])
+    + b"1234",
 }
 
 
@@ -630,10 +632,11 @@ NONSENSE = {
     "garbage": struct.pack("<I", 50) + b"\xff" * 50,
     "oversized header": struct.pack("<I", wire.MAX_HEADER + 1),
     "second greeting": GREETING,
-    "wrong size": header([{"type": "Data", "generation": 1, "tag": "wanted"}, [["float32", [5]]]]) + bytes(20),
-    "wrong dtype": header([{"type": "Data", "generation": 1, "tag": "wanted"}, [["int32", [4]]]]) + bytes(16),
-    "wrong count": header([{"type": "Data", "generation": 1, "tag": "wanted"}, [["float32", [4]]] * 2]) + bytes(32),
-    "cut short": header([{"type": "Data", "generation": 1, "tag": "wanted"}, [["float32", [4]]]]) + bytes(7),
+    "wrong size": header([{"type": "TensorMessage", "generation": 1, "tag": "wanted"}, [["float32", [5]]]]) + bytes(20),
+    "wrong dtype": header([{"type": "TensorMessage", "generation": 1, "tag": "wanted"}, [["int32", [4]]]]) + bytes(16),
+    "wrong count": header([{"type": "TensorMessage", "generation": 1, "tag": "wanted"}, [["float32", [4]]] * 2])
+    + bytes(32),
+    "cut short": header([{"type": "TensorMessage", "generation": 1, "tag": "wanted"}, [["float32", [4]]]]) + bytes(7),
 }
 
 
@@ -675,13 +678,13 @@ def test_a_closed_messenger_frees_its_address() -> None:
 def test_frames_carry_every_dtype_and_shape() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        a: wire.Connection[Any] = wire.Connection(ours, messaging.Data | Greeting)
-        b: wire.Connection[Any] = wire.Connection(theirs, messaging.Data | Greeting)
+        a: wire.Connection[Any] = wire.Connection(ours, messaging.TensorMessage | PeerGreeting)
+        b: wire.Connection[Any] = wire.Connection(theirs, messaging.TensorMessage | PeerGreeting)
         tensors = [torch.ones(2, 3).to(d) for d in (torch.float32, torch.bfloat16, torch.int64, torch.bool)]
         tensors += [torch.tensor(3.5), torch.empty(0, 4), torch.arange(6).view(2, 3).t().contiguous()]
-        assert a.send(Data(4, "all sorts"), tensors) == sum(t.nbytes for t in tensors)
+        assert a.send(TensorMessage(4, "all sorts"), tensors) == sum(t.nbytes for t in tensors)
         message, received = b.receive()
-        assert message == Data(4, "all sorts")
+        assert message == TensorMessage(4, "all sorts")
         assert all(r.dtype == t.dtype and torch.equal(r, t) for r, t in zip(received, tensors, strict=True))
 
 

@@ -18,7 +18,7 @@ import torrential as tt
 from torrential import cli
 from torrential.errors import BadInput, RunFailed, Terminated
 from torrential.records import MANIFEST, RECORDS, Evaluation, Step, read_manifest, read_records
-from torrential.study.ask import Asked
+from torrential.study.ask import StudyRequest
 from torrential.study.conduct import is_finished
 from torrential.study.directory import open_directory, read_question
 from torrential.study.plan import Trial
@@ -243,7 +243,7 @@ def test_trials_until_it_is_decided(tmp_path: Path, capfd: pytest.CaptureFixture
 
 def test_steps_that_are_a_large_part_of_an_epoch_count_by_what_they_take_on_average() -> None:
     """Of 1,350 samples, 64 workers with 16 each take 1,024 and then 326."""
-    asked = Asked(
+    asked = StudyRequest(
         task="digits-mlp",
         strategies=["ssp,allreduce"],
         target=0.5,

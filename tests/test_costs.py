@@ -269,7 +269,7 @@ def test_choosers_agree_whoever_has_a_table(home: Path) -> None:
         chooser = Chooser(member, member.all_reduce, ["ring", "halving"], "unix")  # type: ignore[arg-type]
         if known is not None and member.rank == 1:
             chooser.adopt(known)
-        origin = chooser.settle()
+        origin = chooser.agree_on_costs()
         return origin, chooser.table, [chooser.pick(n) for n in (4, KB, MB)], len(member.calls)
 
     (origin, measured, picks, calls), *others = Meeting(3).run(program)
@@ -289,7 +289,7 @@ def test_the_runs_own_copy_comes_first(home: Path) -> None:
 
     def program(member: Member) -> Fitted | None:
         chooser = Chooser(member, member.all_reduce, ["ring"], "unix", own)  # type: ignore[arg-type]
-        chooser.settle()
+        chooser.agree_on_costs()
         return chooser.table
 
     assert [t.when for t in Meeting(2).run(program) if t] == ["then", "then"]

@@ -14,7 +14,7 @@ import pytest
 import torrential as tt
 from torrential.descriptors import EACH_ROLE, OWN, check_descriptors, explained
 from torrential.errors import BadInput, RunFailed
-from torrential.study.ask import Asked
+from torrential.study.ask import StudyRequest
 from torrential.study.question import make_question
 
 COMMAND = Path(sys.executable).with_name("torrential")
@@ -39,7 +39,7 @@ def test_a_run_on_processes_is_refused_in_one_line(words: str, tmp_path: Path) -
 
 def test_a_study_is_refused_before_it_has_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
-    asked = Asked(task="digits-mlp", strategies=["allreduce"], target=0.5, trials=3, workers=[2])
+    asked = StudyRequest(task="digits-mlp", strategies=["allreduce"], target=0.5, trials=3, workers=[2])
     with pytest.raises(BadInput, match=r"^allreduce: too few open files are allowed \(limit: 24, needed: about \d+\)"):
         make_question(asked, [])
 

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, TensorDataset
 import torrential as tt
 from torrential import checkpoint as checkpoints
 from torrential.data.deal import Deal
-from torrential.params.home import state_keys
+from torrential.params.base import state_keys
 from torrential.tasks import load_task
 from torrential.trainer.randomness import seed_all
 

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -182,3 +183,13 @@ def test_the_checker_accepts_a_good_tree(tmp_path):
 def test_the_checker_flags(tmp_path, file, source, said):
     found = violations(write(tmp_path / "torrential", GOOD | {file: source}))
     assert len(found) == 1 and said in found[0]
+
+
+def test_no_class_name_occurs_twice() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{file.relative_to(PACKAGE)}:{node.lineno}")
+    assert len(places) > 200, "the package's classes were not found"
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

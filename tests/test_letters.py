@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from torrential.comm import wire
-from torrential.comm.frames import Frames, Piece, frame, reader_of
+from torrential.comm.frames import Frames, TensorHeader, frame, reader_of
 from torrential.comm.post import Contact, Greeting, Post
 from torrential.comm.protocol import SERVERS, Letter
 from torrential.config import LocalSettings, RunConfig, SimSettings
@@ -34,7 +34,7 @@ from torrential.errors import RunFailed
 from torrential.records import Event, Record
 from torrential.run import Silent
 from torrential.server.consistency import Consistency
-from torrential.server.messages import Add, Call, Done, Message, Pull, Push, Put, Range, Refused, State, View
+from torrential.server.messages import Add, Call, Done, Message, Pull, Push, Put, Range, Refused, ShardState, View
 from torrential.strategies.base import Strategy
 from torrential.strategies.context import Context
 from torrential.strategies.roles import Role, Roles, Servers
@@ -65,7 +65,7 @@ class ToRegistry:
     def send(self, wanted: m.BufferWanted) -> None:
         granted = self._registry.grant(wanted.key, wanted.size)
         refused = isinstance(granted, str)
-        answer = m.Refused(wanted.key, granted) if refused else m.Granted(wanted.key, os.getpid(), granted)
+        answer = m.BufferRefused(wanted.key, granted) if refused else m.Granted(wanted.key, os.getpid(), granted)
         self._answers.put((answer, []))
 
 
@@ -406,7 +406,10 @@ def test_no_mutation_of_a_frame_does_more_than_close_the_connection() -> None:
             (Call(seq=7, clock=1, view=2, name="f", options={"a": {"b": [1.5, None, "c", b"d"]}}), []),
             (Done(seq=8, finished=True), [torch.ones(30_000)]),
             (Refused(seq=9, reason="for one"), []),
-            (State(start=0, stop=9, number=4, names=("sum",), rest=b"123", view=2), [values[:9], torch.ones(9)]),
+            (
+                ShardState(start=0, stop=9, number=4, names=("sum",), metadata=b"123", view=2),
+                [values[:9], torch.ones(9)],
+            ),
             (View(3, (0, 1), (Range(0, 9, (SERVERS, SERVERS + 1)),)), []),
         ]
         valid = [b"".join(frame(message, tensors, memory)[0]) for message, tensors in letters]
@@ -481,7 +484,7 @@ def test_a_piece_says_where_it_lies() -> None:
         values = c.buffers[0].get("values", 100, torch.int64, 0)
         (header,), nbytes = frame(pull(1), [values[10:20]], c.buffers[0])
         sealed = reader_of(Message).decode(header[4:])
-        assert sealed.pieces == [Piece("int64", [10], "values#0", 80)] and nbytes == 0
+        assert sealed.pieces == [TensorHeader("int64", [10], "values#0", 80)] and nbytes == 0
 
 
 # -- real processes -----------------------------------------------------------------------------------------------

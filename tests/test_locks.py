@@ -20,7 +20,7 @@ import torrential as tt
 from torrential import opening, records
 from torrential.errors import BadInput
 from torrential.locks import lock_directory
-from torrential.resolve import Request
+from torrential.resolve import RunRequest
 from torrential.study.directory import locked, open_directory
 
 ROUNDS = 6
@@ -41,7 +41,7 @@ def begin(directory: Path, seed: int = 0, at_once: Callable[[], object] = lambda
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(records, "make_directory", make)
-        opening.open_run(Request(task=task(), options={}, seed=seed), directory)
+        opening.open_run(RunRequest(task=task(), options={}, seed=seed), directory)
 
 
 def resume(directory: Path, seed: int, at_once: Callable[[], object]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from torrential.comm.protocol import COORDINATORS, OBSERVER, SERVERS, address_of, role_name, role_of
 from torrential.errors import RunFailed, WorkerFailed
 from torrential.membership import messages as m
-from torrential.membership.actions import Kill, Note, Send, Show, Start
+from torrential.membership.actions import Kill, Note, Show, Start, Tell
 from torrential.membership.machine import FAILED_STARTS, Membership
 from torrential.membership.roles import Death, Members, Who
 from torrential.membership.roll import Rules
@@ -52,7 +52,7 @@ class Scene:
 
     def carry_out(self, action: Any) -> None:
         match action:
-            case Send(to, message):
+            case Tell(to, message):
                 self.told.setdefault(to, []).append(message)
             case Start(who):
                 self.started.append(who)
@@ -467,7 +467,7 @@ class World:
                     assert who.address not in self.roles
                     self.roles[who.address] = Role(who, self)
                     self.machine.greeted(who, f"letters of {who}", f"peers of {who}", self.now)
-                case Send(to, message):
+                case Tell(to, message):
                     assert to != known_dead
                     self.check(message)
                     if (role := self.roles.get(to.address)) is not None and role.who == to:

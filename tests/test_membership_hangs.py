@@ -9,7 +9,7 @@ import pytest
 from torrential.comm.protocol import SERVERS, address_of
 from torrential.errors import RunFailed
 from torrential.membership import messages as m
-from torrential.membership.actions import Kill, Note, Send
+from torrential.membership.actions import Kill, Note, Tell
 from torrential.membership.collective_hangs import CollectiveHangs
 from torrential.membership.letter_hangs import LetterHangs
 from torrential.membership.liveness import GRACE_SECONDS, HELLO_SECONDS, Liveness
@@ -42,7 +42,7 @@ class Scene:
     def seen(self) -> Scene:
         while self.roll.actions:
             match self.roll.actions.popleft():
-                case Send(to, message):
+                case Tell(to, message):
                     self.told.setdefault(to, []).append(message)
                 case Kill(who):
                     self.ended.append(str(who))

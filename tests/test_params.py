@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torrential.comm.protocol import Meter, Part, Standing, slices
+from torrential.comm.protocol import Agreement, Meter, Part, slices
 from torrential.params import shared
-from torrential.params.home import Finished, Update
+from torrential.params.base import Finished, Update
 from torrential.params.layout import Layout, plan
 from torrential.params.shared import SharedParameters, Unit
 from torrential.task import OptimizerSpec, optimizer
@@ -172,10 +172,10 @@ class Crew:
     def layout(self) -> Layout:
         return next(iter(self.homes.values())).layout
 
-    def standing(self, ranks: tuple[int, ...]) -> Standing:
+    def standing(self, ranks: tuple[int, ...]) -> Agreement:
         self.generation += 1
         old = [r for r in ranks if r in self.meeting.members]
-        return Standing(self.generation, ranks, (old or ranks)[0], self.done, ())
+        return Agreement(self.generation, ranks, (old or ranks)[0], self.done, ())
 
     def gather(self, ranks: tuple[int, ...]) -> None:
         """Regroup, the source first, as the barrier would have it; those behind learn the counts."""
@@ -208,7 +208,7 @@ class Crew:
         self.done += 1
         if dying is None:
             for rank in self.meeting.members:
-                self.homes[rank].settle()
+                self.homes[rank].wait_for_everybody()
 
     def contents(self) -> dict[str, bytes]:
         """Parameters, state and counts, as a survivor sees them."""

@@ -8,25 +8,26 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from torrential.trainer.pending import Pending
+from torrential.trainer.pending import PendingSnapshots
 from torrential.trainer.snapshot import Snapshot
 
 PART = {"mean": torch.zeros(1)}
 
 
 def snapshot(step: int, members: list[int], parts: bool = True) -> Snapshot:
-    place = {"step": step, "epoch": 0, "cursor": 0, "samples": 0, "time": 0.0}
-    return Snapshot(**place, members=members, counts={}, final=False, parts=parts)  # type: ignore[arg-type]
+    return Snapshot(
+        step=step, epoch=0, cursor=0, samples=0, time=0.0, members=members, counts={}, final=False, parts=parts
+    )
 
 
-def given_out(pending: Pending[str]) -> Iterator[tuple[str, list[int], bool]]:
+def given_out(pending: PendingSnapshots[str]) -> Iterator[tuple[str, list[int], bool]]:
     while (item := pending.next()) is not None:
         _, name, parts, news = item
         yield name, sorted(parts), news
 
 
 def test_a_snapshot_waits_for_the_parts_of_those_that_are_there() -> None:
-    pending: Pending[str] = Pending()
+    pending: PendingSnapshots[str] = PendingSnapshots()
     pending.part(0, 15, PART)
     pending.add(snapshot(15, [0, 1, 2]), "first")
     pending.part(1, 15, PART)
@@ -37,7 +38,7 @@ def test_a_snapshot_waits_for_the_parts_of_those_that_are_there() -> None:
 
 def test_a_step_that_is_given_again_does_not_wait_for_parts_that_came_with_the_first() -> None:
     """Worker 0 dies after its snapshot; worker 1 gives the same step again, and only then comes worker 2's part."""
-    pending: Pending[str] = Pending()
+    pending: PendingSnapshots[str] = PendingSnapshots()
     pending.part(0, 15, PART)
     pending.add(snapshot(15, [0, 1, 2]), "first")
     pending.part(1, 15, PART)
@@ -50,7 +51,7 @@ def test_a_step_that_is_given_again_does_not_wait_for_parts_that_came_with_the_f
 
 
 def test_a_new_observer_that_is_told_the_second_one_alone_has_its_parts() -> None:
-    pending: Pending[str] = Pending()
+    pending: PendingSnapshots[str] = PendingSnapshots()
     for rank in (1, 2):
         pending.part(rank, 15, PART)
     pending.add(snapshot(15, [1, 2]), "first")
@@ -59,7 +60,7 @@ def test_a_new_observer_that_is_told_the_second_one_alone_has_its_parts() -> Non
 
 
 def test_a_worker_that_was_replaced_before_its_part_came_is_not_waited_for() -> None:
-    pending: Pending[str] = Pending()
+    pending: PendingSnapshots[str] = PendingSnapshots()
     pending.gone(1)
     pending.back(1)
     pending.part(0, 15, PART)
@@ -71,10 +72,10 @@ def test_a_worker_that_was_replaced_before_its_part_came_is_not_waited_for() -> 
 
 @pytest.mark.parametrize("needs_parts", [True, False])
 def test_without_parts_to_wait_for_all_are_given_in_order(needs_parts: bool) -> None:
-    pending: Pending[str] = Pending()
+    pending: PendingSnapshots[str] = PendingSnapshots()
     for step in (5, 10, 10, 7):
         pending.part(0, step, PART)
-        pending.add(snapshot(step, [0], parts=needs_parts), str(step))
+        pending.add(snapshot(step, [0], needs_parts), str(step))
     assert [(name, news) for name, _, news in given_out(pending)] == [
         ("5", True), ("10", True), ("10", False), ("7", False),
     ]  # fmt: skip
@@ -102,7 +103,7 @@ def interleave(rng: random.Random) -> None:
             for rank in members:
                 streams[rank].append(("part", step))
             streams[members[0]].append((",".join(map(str, members)), step))
-    pending: Pending[str] = Pending()
+    pending: PendingSnapshots[str] = PendingSnapshots()
     seen = 0
     while any(streams.values()):
         rank = rng.choice([rank for rank, stream in streams.items() if stream])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from torrential.progress import Progress, byte_count, duration, final_table, metric_value, number
+from torrential.progress import ProgressDisplay, byte_count, duration, final_table, metric_value, number
 from torrential.records import Evaluation, Event, Step, Summary
 
 
@@ -26,10 +26,10 @@ class Clock:
 
 def make(
     live: bool | None, workers: int = 2, total: int | None = 500, metric: str = "accuracy"
-) -> tuple[Progress, io.StringIO, Clock]:
+) -> tuple[ProgressDisplay, io.StringIO, Clock]:
     out, clock = io.StringIO(), Clock()
     console = Console(file=out, force_terminal=bool(live), width=120, height=40, color_system="standard")
-    return Progress(total, workers, metric, 0.97, console, live, clock), out, clock
+    return ProgressDisplay(total, workers, metric, 0.97, console, live, clock), out, clock
 
 
 def step(number: int, worker: int = 0, loss: float = 0.123, time: float | None = None) -> Step:
@@ -45,7 +45,7 @@ def evaluation(number: int, value: float = 0.973) -> Evaluation:
     )
 
 
-def screen(progress: Progress) -> str:
+def screen(progress: ProgressDisplay) -> str:
     console = Console(width=80, file=io.StringIO(), color_system=None)
     console.print(progress._area())
     assert isinstance(console.file, io.StringIO)
@@ -134,8 +134,8 @@ def test_a_file_gets_plain_lines_at_most_every_two_seconds(forced: bool) -> None
 def test_a_pipe_is_not_a_terminal_whatever_the_environment_says() -> None:
     source = Path(__file__).parents[1]
     program = (
-        "from rich.console import Console; from torrential.progress import Progress\n"
-        "with Progress(5, 1, 'accuracy', None, Console(stderr=True)) as p: p.message('hello')"
+        "from rich.console import Console; from torrential.progress import ProgressDisplay\n"
+        "with ProgressDisplay(5, 1, 'accuracy', None, Console(stderr=True)) as p: p.message('hello')"
     )
     environment = os.environ | {"FORCE_COLOR": "1", "PYTHONPATH": str(source)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=60)
@@ -185,7 +185,7 @@ def test_the_final_table_tells_how_it_ended() -> None:
 
 def test_virtual_seconds_are_named_and_ours_are_beside_them() -> None:
     console = Console(file=io.StringIO(), width=200)
-    with Progress(900, 4, "accuracy", None, console, live=False, clock=Clock(), virtual=True) as progress:
+    with ProgressDisplay(900, 4, "accuracy", None, console, live=False, clock=Clock(), virtual=True) as progress:
         progress.record(Event(event="worker_lost", time=0.25, worker=1))
     console.print(final_table(summary(world="sim"), took=3.5))
     assert isinstance(console.file, io.StringIO)

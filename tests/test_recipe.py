@@ -21,7 +21,7 @@ from torrential.opening import open_run
 from torrential.optim.recipe import describe, make_recipe, without_effect
 from torrential.optim.schedule import Schedule
 from torrential.records import Event
-from torrential.resolve import Request
+from torrential.resolve import RunRequest
 from torrential.worlds.base import Job
 
 SAMPLES = 1000
@@ -162,7 +162,7 @@ def test_what_the_model_has_no_place_for_is_refused(options: dict[str, object], 
 
 
 def prepared(out: Path, **asked: Any) -> Job:
-    return open_run(Request(**{"task": a_task(), "options": {}, "device": "cpu"} | asked), out)
+    return open_run(RunRequest(**{"task": a_task(), "options": {}, "device": "cpu"} | asked), out)
 
 
 def test_lars_at_the_rate_of_sgd_is_warned_of(tmp_path: Path) -> None:

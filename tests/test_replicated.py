@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torrential.params.home import Finished, Update
+from torrential.params.base import Finished, Update
 from torrential.params.layout import plan
 from torrential.params.replicated import ReplicatedParameters
 from torrential.task import optimizer

@@ -18,7 +18,7 @@ from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.shared import WORDS, SharedCarrier
 from torrential.config import LocalSettings
 from torrential.errors import BadInput, WaitedTooLong
-from torrential.resolve import Request, split_options
+from torrential.resolve import RunRequest, split_options
 from torrential.strategies.registry import resolve_strategy
 from torrential.tasks import load_task
 
@@ -283,7 +283,7 @@ def test_a_host_whose_first_member_dies_goes_on_with_the_next() -> None:
 
 def settings_of(options: dict[str, str]) -> LocalSettings:
     _, settings, _ = split_options(
-        Request(task=load_task("digits-mlp"), options=options), resolve_strategy("allreduce")
+        RunRequest(task=load_task("digits-mlp"), options=options), resolve_strategy("allreduce")
     )
     assert isinstance(settings, LocalSettings)
     return settings

@@ -11,7 +11,7 @@ from torrential.comm.protocol import SERVERS
 from torrential.data.deal import Deal
 from torrential.errors import RunFailed
 from torrential.server.consistency import Consistency
-from torrential.server.copies import joined
+from torrential.server.copies import join_copies
 from torrential.server.dealer import Dealer
 from torrential.server.optimizer import Store
 from torrential.server.shard import Shard
@@ -187,7 +187,7 @@ def saving(seed, kind, *, deaths=0, samples=90, numel=96):
             clock = max(clock + 1, answer.clock if kind == "backup" else 0)
             if pending is not None and pending.done():
                 tries[0] += 1
-                whole = joined(pending.wait().rests, numel)
+                whole = join_copies(pending.wait().metadata, numel)
                 if whole is not None:
                     found.append((into.clone(), whole))
                 pending = None
@@ -226,7 +226,7 @@ def test_a_checkpoint_holds_all_of_a_push_or_nothing_of_it_and_deals_the_rest(ki
             used = sum(whole.dealer.used.values())
             mine = vector[:32] if kind == "backup" else vector  # other ranges may choose other gradients
             assert mine.tolist() == [float(used)] * len(mine), seed
-            check_rest(whole.dealer)
+            check_what_is_dealt_again(whole.dealer)
 
 
 @pytest.mark.parametrize("kind", ["asynchronous", "stale", "synchronous"])
@@ -240,11 +240,11 @@ def test_a_checkpoint_is_whole_or_lost_when_workers_and_servers_die(kind):
             used = sum(whole.dealer.used.values())
             assert float(vector[0]) == used, seed
             assert float((vector - used).abs().max()) <= 4 * 8, seed  # a batch for each of the dead
-            check_rest(whole.dealer)
+            check_what_is_dealt_again(whole.dealer)
     assert good > 10
 
 
-def check_rest(dealer):
+def check_what_is_dealt_again(dealer):
     """Whoever goes on from here uses all the other samples, once."""
     assert not dealer.leases and dealer.dealt == 0
     while not dealer.finished():
@@ -301,7 +301,7 @@ def test_the_last_checkpoint_is_asked_for_by_a_worker_that_has_left(kind):
             cluster.workers.clear()
             cluster.announce()
             into = torch.empty(32)
-            whole = joined(client.save([into]).wait().rests, 32)
+            whole = join_copies(client.save([into]).wait().metadata, 32)
             return into.tolist(), whole.version
 
         cluster.work(0, program)
@@ -355,7 +355,7 @@ def test_a_shard_and_its_copy_go_on_alike():
     state, tensors = shard.state(0)
     other = Store(hub.start(SERVERS + 9, lambda comm: None), cluster.layout, cluster.spec)
     copy = Shard.restored(other, {}, state, tensors)
-    assert msgspec.msgpack.encode(copy._rest()) == msgspec.msgpack.encode(shard._rest())
+    assert msgspec.msgpack.encode(copy.metadata()) == msgspec.msgpack.encode(shard.metadata())
     halves = [shard.part(0, 16), shard.part(16, 40)]
     assert halves[0].dealer == shard.dealer and halves[1].dealer is None
     for one in (copy, *halves):

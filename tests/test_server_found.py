@@ -14,7 +14,7 @@ from torrential.comm.protocol import SERVERS, Letter
 from torrential.server import ring
 from torrential.server.consistency import Consistency
 from torrential.server.messages import LIFE_BITS, Done, Mark, Marking, Pull, Push, Request, Save, View
-from torrential.server.role import Server
+from torrential.server.server import Server
 from torrential.server.shard import Initial
 from torrential.task import OptimizerSpec
 
@@ -85,7 +85,7 @@ def test_a_save_that_is_addressed_anew_while_it_waits_is_answered_under_its_new_
         one.ask(Mark, worker, life=1, nth=3, view=2, clock=-1, number=1, cut=cut)
     one.ask(Push, 1, life=1, nth=4, view=2, clock=0, lr=1.0)
     saves = [done for done in one.answers(0) if done.seq & 0xFF == 2]
-    assert [(done.view, bool(done.rest)) for done in saves] == [(2, True)]
+    assert [(done.view, bool(done.metadata)) for done in saves] == [(2, True)]
 
 
 def test_what_a_worker_said_before_it_died_is_not_taken_for_its_successors_word() -> None:

@@ -8,7 +8,7 @@ from network import Hub, MemoryComm, flat_layout
 from torch import Tensor
 
 from torrential.errors import BadInput, RunFailed
-from torrential.params.layout import Bucket, Entry, Layout
+from torrential.params.layout import Bucket, Layout, ParameterEntry
 from torrential.server.optimizer import RangeOptimizer, Store, bounds
 from torrential.server.whole import optimizer_of
 from torrential.task import OptimizerSpec
@@ -127,7 +127,7 @@ class Counted(torch.optim.Optimizer):
 def shaped_layout() -> Layout:
     entries, start = [], 0
     for number, shape in enumerate(SHAPES):
-        entries.append(Entry(number, f"p{number}", torch.Size(shape), torch.float32, start))
+        entries.append(ParameterEntry(number, f"p{number}", torch.Size(shape), torch.float32, start))
         start += entries[-1].shape.numel()
     return Layout(tuple(entries), (Bucket(0, torch.float32, tuple(entries)),), {torch.float32: start})
 

@@ -189,7 +189,7 @@ def run_with_deaths(seed, *, servers, replicas, kills, consistency=None, rounds=
         head, *replicas = [cluster.roles[a]._links[r.start].shard for a in r.chain]
         for shard in replicas:
             assert shard.number == head.number and torch.equal(shard.parameters, head.parameters), seed
-            assert msgspec.msgpack.encode(shard._rest()) == msgspec.msgpack.encode(head._rest()), seed
+            assert msgspec.msgpack.encode(shard.metadata()) == msgspec.msgpack.encode(head.metadata()), seed
     return happened[0]
 
 

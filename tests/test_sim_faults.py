@@ -24,7 +24,7 @@ from torrential.server.shard import Shard
 from torrential.strategies import STRATEGIES
 from torrential.testing.command import app
 from torrential.testing.schedule import draw
-from torrential.testing.sweep import Failure, check, outcome, outcomes
+from torrential.testing.sweep import ScheduleFailed, check, outcome, outcomes
 from torrential.worlds.sim.cluster import Fault, make_cluster
 from torrential.worlds.sim.comm import SimComm
 from torrential.worlds.sim.faults import Faults
@@ -45,7 +45,7 @@ def test_what_several_processes_run_can_be_imported_by_them() -> None:
 
 
 def test_a_failure_travels_between_processes() -> None:
-    failure = pickle.loads(pickle.dumps(Failure(7, "seed 7: wrong")))
+    failure = pickle.loads(pickle.dumps(ScheduleFailed(7, "seed 7: wrong")))
     assert failure.seed == 7 and str(failure) == "seed 7: wrong"
 
 
@@ -215,7 +215,7 @@ def test_a_planted_bug_is_found(
     where: Any, name: str, bug: Callable[..., Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, name, bug)
-    with pytest.raises(Failure, match=says) as found:
+    with pytest.raises(ScheduleFailed, match=says) as found:
         for seed in range(1000):
             check(seed)
     monkeypatch.undo()

@@ -14,7 +14,7 @@ from torrential.records import RECORDS, Step
 from torrential.tasks.digits import digits_mlp
 from torrential.worlds.sim.cluster import Inside
 from torrential.worlds.sim.cores import Cores
-from torrential.worlds.sim.kernel import Kernel, Role
+from torrential.worlds.sim.kernel import Kernel, SimRole
 from torrential.worlds.sim.mail import ADD, COPY, LOOK
 from torrential.worlds.sim.timed import update
 
@@ -29,7 +29,7 @@ UPDATE = update(1)  # SGD with momentum, or Adagrad
 def ends(inside: Inside, jobs: list[tuple[float, float]], kill: tuple[float, int] | None = None) -> list[float]:
     """When roles that begin at some time and work for some seconds are done."""
     kernel = Kernel()
-    cores, roles = Cores(kernel, inside), list[Role]()
+    cores, roles = Cores(kernel, inside), list[SimRole]()
     done = [0.0] * len(jobs)
 
     def program(number: int, begin: float, seconds: float) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from torrential.strategies import STRATEGIES
 from torrential.strategies.base import needs_servers
-from torrential.testing.schedule import Schedule, draw
+from torrential.testing.schedule import FaultSchedule, draw
 from torrential.testing.sweep import check, simulate
-from torrential.worlds.sim.kernel import MANY, Kernel, Role
+from torrential.worlds.sim.kernel import MANY, Kernel, SimRole
 
 
 def test_events_happen_by_time_and_then_by_order() -> None:
@@ -84,7 +84,7 @@ def test_a_killed_role_does_nothing_more_and_cleans_up() -> None:
             seen.append("cleaned up")
 
     role = kernel.role("victim", program)
-    not_begun = Role(kernel, "not begun", lambda: seen.append("never"), uses_torch=False)
+    not_begun = SimRole(kernel, "not begun", lambda: seen.append("never"), uses_torch=False)
     kernel.after(0.5, role.kill)
     kernel.after(0.6, role.wake)
     not_begun.kill()
@@ -140,7 +140,7 @@ def test_torchs_state_goes_with_the_role() -> None:
         assert values == [float(torch.rand(())) for _ in range(3)]
 
 
-def rough(strategy: str) -> Schedule:
+def rough(strategy: str) -> FaultSchedule:
     """The first schedule of this strategy in which much goes wrong, and which can be survived."""
     for seed in range(10_000):
         schedule = draw(seed)

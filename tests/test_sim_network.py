@@ -17,7 +17,7 @@ from torrential.membership.roles import Members, Who
 from torrential.membership.roll import Rules
 from torrential.worlds.sim.cluster import make_cluster
 from torrential.worlds.sim.comm import SimComm
-from torrential.worlds.sim.group import Group
+from torrential.worlds.sim.group import SimMembership
 from torrential.worlds.sim.kernel import Kernel
 from torrential.worlds.sim.mail import Hub, SimMail
 from torrential.worlds.sim.network import SMALL, TINY, Network
@@ -215,7 +215,7 @@ def all_reduce(algorithm: str, nbytes: int, members: int = 16) -> tuple[float, f
     hub = Hub(kernel, make_cluster({"network": network}), seed=0)
     membership = Membership([Members("worker", members, "regroup")], Rules(timeout=60.0))
     stage = Stage()
-    group = Group(hub, membership, stage)
+    group = SimMembership(hub, membership, stage)
     config = made(SimSettings(algorithm=algorithm))  # type: ignore[arg-type]
     began, ended = list[float](), list[float]()
 

@@ -3,7 +3,7 @@
 import pytest
 
 from torrential.errors import BadInput
-from torrential.resolve import Request, resolve
+from torrential.resolve import RunRequest, resolve
 from torrential.tasks import load_task
 from torrential.trainer.slow import Slow
 
@@ -44,6 +44,6 @@ def test_there_must_be_such_a_worker() -> None:
 def test_a_run_refuses_it_before_anything_starts() -> None:
     task = load_task("digits-mlp")
     with pytest.raises(BadInput, match=r"there is no worker 2"):
-        resolve(Request(task=task, workers=2, options={"slow": "2:4"}))
+        resolve(RunRequest(task=task, workers=2, options={"slow": "2:4"}))
     with pytest.raises(BadInput, match=r"allreduce needs no servers \(given: 2\); leave out --servers"):
-        resolve(Request(task=task, servers=2, options={}))
+        resolve(RunRequest(task=task, servers=2, options={}))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torrential.errors import BadInput
-from torrential.study.ask import Asked
+from torrential.study.ask import StudyRequest
 from torrential.study.directory import open_directory
 from torrential.study.plan import tuning_trials
 from torrential.study.question import make_question
@@ -15,9 +15,9 @@ from torrential.study.question import make_question
 CLUSTER = "[compute]\nseconds_per_sample = {}\n"
 
 
-def asked(**changes: object) -> Asked:
+def asked(**changes: object) -> StudyRequest:
     given = {"task": "digits", "strategies": ["ssp", "allreduce"], "target": 0.9, "trials": 1, "workers": [2]}
-    return Asked(**given | changes)  # type: ignore[arg-type]
+    return StudyRequest(**given | changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torrential.study.read import read_run, read_study
 from torrential.study.show import to_json, write_csv
 from torrential.study.tensorboard import event_file, write_events
 from torrential.study.verdict import judge
-from torrential.study.watch import Watching
+from torrential.study.watch import StudyProgress
 
 
 def test_the_table_has_all_points_and_labels_what_is_no_result():
@@ -129,7 +129,7 @@ def test_progress_in_plain_lines(tmp_path):
     open_directory(tmp_path, what)
     now = itertools.count(step=10.0)
     console = Console(file=StringIO(), width=200)
-    watching = Watching("accuracy", TARGET, console, clock=lambda: next(now))
+    watching = StudyProgress("accuracy", TARGET, console, clock=lambda: next(now))
     first = reported_trials(what, tmp_path, {})[0]
     fake(first)
 
@@ -150,7 +150,7 @@ def test_progress_in_plain_lines(tmp_path):
 def test_a_live_area_names_the_run_and_the_time_left(tmp_path):
     console = Console(file=StringIO(), width=100, force_terminal=True)
     now = 0.0
-    watching = Watching("accuracy", TARGET, console, live=True, clock=lambda: now)
+    watching = StudyProgress("accuracy", TARGET, console, live=True, clock=lambda: now)
     watching.planned(4, 1)
     first, second = reported_trials(question(), tmp_path, {})[:2]
     watching.begins(first)

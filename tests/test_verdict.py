@@ -14,7 +14,7 @@ from torrential.study.intervals import unevenly_evaluated
 from torrential.study.outlook import outlook
 from torrential.study.results import Entry, Study
 from torrential.study.show import cells, columns, to_json
-from torrential.study.verdict import in_order, is_settled, judge
+from torrential.study.verdict import in_order, is_decided, judge
 from torrential.study.watch import describe
 
 
@@ -130,18 +130,18 @@ def test_trials_are_added_until_the_soonest_is_known():
     looks = [5, 8, 13, 20]
     clear = study({"a": [1.0, 1.1, 1.2, 1.3, 1.4], "b": [5.0, 5.1, 5.2, 5.3, 5.4]}, looks=looks)
     verdict = judge(clear)
-    assert is_settled(clear) and verdict.sentences[0] == "a reached 90 % accuracy soonest (median 1.200 s, 5 trials)"
+    assert is_decided(clear) and verdict.sentences[0] == "a reached 90 % accuracy soonest (median 1.200 s, 5 trials)"
     assert verdict.pairs[0].p == pytest.approx(4 * 2 / 252)  # for four looks
     assert "looks planned after 5, 8, 13 and 20 of them; p-values are times 4" in " ".join(verdict.rules)
     close = {"a": [1.0, 1.1, 1.2, 1.3, 1.9], "b": [1.4, 1.5, 1.6, 1.7, 1.8]}
-    assert judge(study(close)).refused == [] and not is_settled(study(close, looks=looks))
+    assert judge(study(close)).refused == [] and not is_decided(study(close, looks=looks))
     assert judge(study(close, looks=looks)).sentences == [
         "not a result: undecided after 5 trials each, and up to 20 may be made; go on with: torrential compare "
         "--resume nowhere"
     ]
     last = study(close, looks=[5])
-    assert is_settled(last) and "no difference seen" in judge(last).sentences[0]
-    assert is_settled(study({"a": [None] * 5, "b": [None] * 5}, looks=looks))  # more of the same would tell nothing
+    assert is_decided(last) and "no difference seen" in judge(last).sentences[0]
+    assert is_decided(study({"a": [None] * 5, "b": [None] * 5}, looks=looks))  # more of the same would tell nothing
 
 
 def test_too_few_trials_to_tell():

@@ -237,7 +237,8 @@ def _hidden(directory: Path, kind: str) -> list[Path]:
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, contiguous, sorted by name, and no two in one storage: safetensors refuses tied weights."""
+    """The tensors on the CPU, contiguous, sorted by name, and no two in one storage: safetensors refuses tied
+    weights."""
     result: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name in sorted(tensors):

@@ -110,7 +110,7 @@ def train(
         from torrential.data import find
         from torrential.opening import open_run, resume_run
         from torrential.progress import final_table
-        from torrential.resolve import Request
+        from torrential.resolve import RunRequest
         from torrential.tasks import load_task
 
         find.set_data_dir(data_dir)
@@ -133,7 +133,7 @@ def train(
             raise BadInput("which task? give a built-in name (see 'torrential tasks') or file.py[:name]")
         else:
             loaded = load_task(task)
-            asked = Request(
+            asked = RunRequest(
                 task=loaded,
                 source=task,
                 strategy=strategy or "allreduce",
@@ -199,7 +199,7 @@ def allreduce(
         asked = measuring.ask(workers, sizes or measuring.SIZES, transport, algorithms, rounds, fresh)
         if plot is not None:
             show.check_plot(plot)
-        watching = show.Watching(asked, _err)
+        watching = show.BenchmarkProgress(asked, _err)
         try:
             result = measuring.measure(asked, launch, watching)
         finally:
@@ -246,7 +246,7 @@ def strategies(
 
 
 def _about(kind: type[Strategy]) -> str:
-    """The idea of a strategy: of a built-in one the docstring of its file, of anybody else's that of the class."""
+    """What a strategy does, in its author's words: the docstring of a built-in's file, or of another's class."""
     import inspect
 
     from torrential.strategies import STRATEGIES
@@ -256,13 +256,14 @@ def _about(kind: type[Strategy]) -> str:
 
 
 def _sections(kind: type[Strategy]) -> Iterator[tuple[str, list[Option]]]:
-    """Everything that has an effect on a strategy, by its owner."""
+    """All options that have an effect on a strategy: a heading for each owner, and its options."""
     from torrential.config import LocalSettings, Recipe, Settings, SimSettings, without_effect
     from torrential.options import explain
     from torrential.strategies.base import needs_servers
 
     with_servers = needs_servers(kind)
-    yield f"Of {kind.name} alone" + ("." if kind.__struct_fields__ else ": nothing."), list(explain(kind))
+    own = "." if kind.__struct_fields__ else ": there are none."
+    yield f"Options of {kind.name} itself{own}", list(explain(kind))
     for owner in (Settings, LocalSettings, SimSettings, Recipe):
         common = Settings.__struct_fields__ if issubclass(owner, Settings) and owner is not Settings else ()
         hidden = without_effect(with_servers) | {*common}

@@ -42,7 +42,8 @@ def devices(incomplete: str) -> list[str]:
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
-    """What can be set with --set for the strategy and the world that were given; where several can be, for any."""
+    """The options that --set takes with the strategy and the world that were given; where several may be meant, those
+    of any."""
     from torrential.config import WORLDS, Recipe
 
     given = ctx.params.get("strategy") or ("" if "strategies" in ctx.params else "allreduce")

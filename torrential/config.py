@@ -15,7 +15,7 @@ NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Of both worlds."""
+    """Options of every run."""
 
     threads: AtLeastOne | None = None
     """Threads per worker for arithmetic; by default the cores divided by the workers, at least one."""
@@ -29,22 +29,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     evaluate_every: AtLeastOne | None = None
     """Steps between two snapshots (evaluation and checkpoint); by default one per epoch."""
     test: bool = True
-    """Whether the test data has the last word; runs that tune leave it alone."""
+    """Whether the run ends with an evaluation on the test data. Runs that tune options leave the test data alone."""
 
 
 class LocalSettings(Settings, frozen=True, kw_only=True, tag_field="world", tag="local"):
-    """Of this machine's processes only (--world local)."""
+    """Options of runs on this machine's processes (--world local)."""
 
     transport: Literal["shared", "unix", "tcp"] = "shared"
-    """What carries data between workers on this host."""
+    """The way data travels between workers on this host: shared memory, Unix sockets or TCP."""
     algorithm: Literal[
         "auto", "shared", "native", "nccl", "hierarchical", "naive", "direct", "ring", "halving", "blocks", "tree"
     ] = "auto"
-    """How gradients are added up: in shared memory, by messages (direct, ring, ...), both (hierarchical), or by
+    """The all-reduce that sums gradients: in shared memory, by messages (direct, ring, ...), both (hierarchical), or by
     torch.distributed (native: NCCL where each worker has its own GPU, else Gloo; nccl: that or nothing); auto is what
-    fits the transport. What sends messages makes transport=shared unix."""
+    fits the transport. With an algorithm that sends messages, transport=shared becomes unix."""
     hosts: AtLeastOne = 1
-    """How many hosts to pretend: workers are dealt to them in blocks of ranks; only for algorithm=hierarchical."""
+    """The number of hosts to pretend, each with a block of ranks; only for algorithm=hierarchical."""
     restart: bool = False
     """Whether a worker that died is replaced."""
     restart_servers: bool = True
@@ -52,59 +52,59 @@ class LocalSettings(Settings, frozen=True, kw_only=True, tag_field="world", tag=
 
 
 class SimSettings(Settings, frozen=True, kw_only=True, tag_field="world", tag="sim"):
-    """Of simulations only (--world sim)."""
+    """Options of simulations (--world sim)."""
 
     algorithm: Literal["auto", "naive", "direct", "ring", "halving", "blocks", "tree"] = "auto"
-    """How gradients are added up by messages between simulated hosts; auto is what is predicted to be the quickest."""
+    """The all-reduce that sums gradients over simulated hosts; auto is the one that is predicted to be the quickest."""
     gradients: Literal["on", "off"] = "on"
-    """Off: every message and clock of a simulation, and none of the arithmetic; nothing is learnt then."""
+    """Whether gradients are computed. Off: the simulation has every message and all times, but nothing is learnt."""
     processes: NotNegative = 0
     """Processes that compute gradients beside a simulation, to save time where it takes more than a few seconds; best
     one fewer than there are idle cores. The result is the same to the byte, unless a model keeps more than parameters
-    and buffers from one batch to the next, or a data set anything."""
+    and buffers from one batch to the next, or a data set changes when it is read."""
     trace: bool = False
-    """Whether a simulation writes trace.json, which Perfetto shows: what every role and NIC did when."""
+    """Whether to write trace.json, in which Perfetto shows what every role and NIC did when."""
 
 
 WORLDS: dict[str, type[LocalSettings] | type[SimSettings]] = {"local": LocalSettings, "sim": SimSettings}
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the recipe for large batches, piece by piece; all off by default."""
+    """Options of the recipe for large batches; all are off by default."""
 
     recipe: Literal["none", "goyal"] = "none"
-    """A whole recipe at once, to which single options below are exceptions: goyal is "Accurate, Large Minibatch SGD"
+    """A whole recipe at once; the options below change single pieces of it. goyal is "Accurate, Large Minibatch SGD"
     (linear scaling, 5 epochs of gradual warm-up, steps, no decay of norms and biases, last gammas zero)."""
     scaling: Literal["none", "linear", "sqrt", "loss"] = "none"
-    """How the learning rate grows with the joined batch. "loss" (allreduce only) scales the gradient instead: not the
-    same thing once there is weight decay or momentum; there to show it."""
+    """The way the rate grows with the batch of all workers. "loss" (allreduce only) scales the gradient instead:
+    not the same thing once there is weight decay or momentum, as experiments can show with it."""
     base_batch: int | None = None
-    """The joined batch that the task's rate is meant for; by default the task's own batch size."""
+    """The joined batch (of all workers) that the task's rate is meant for; by default the task's own batch size."""
     warmup: float | None = None
     """Epochs of warm-up: none by default; with the recipe goyal 5, but no more than a tenth of the run."""
     warmup_kind: Literal["gradual", "constant"] = "gradual"
-    """From the unscaled rate up a little at every step, or all of it at the unscaled rate."""
+    """The shape of warm-up: gradual rises from the unscaled rate at every step; constant stays at the unscaled rate."""
     schedule: Literal["constant", "step", "cosine", "poly"] = "constant"
-    """What the rate does after warm-up."""
+    """The course of the learning rate after warm-up."""
     milestones: tuple[float, ...] = (1 / 3, 2 / 3, 8 / 9)
-    """Where a step schedule drops, as fractions of the run."""
+    """The fractions of the run at which a step schedule lowers the rate."""
     factor: float = 0.1
-    """What a step schedule multiplies the rate by at each milestone."""
+    """The factor by which a step schedule multiplies the rate at each milestone."""
     power: float = 2.0
-    """The exponent of a poly schedule's decay."""
+    """The exponent of the polynomial decay (schedule=poly)."""
     grow: bool = False
-    """At milestones the batch grows instead of the rate falling, as long as it is at most a tenth of the data; at those
-    that are left the rate falls."""
+    """Whether the batch grows at milestones instead of the rate falling, as long as it is at most a tenth of the data;
+    at later milestones the rate falls."""
     decay_norms: bool = True
     """Whether weight decay applies to normalisation layers and biases too."""
     zero_gamma: bool = False
     """Whether the last normalisation of every residual block starts at zero. A block names it by a property last_norm;
     torchvision's are known."""
     ghost: int | None = None
-    """Batch norm over groups of this many samples inside a worker's batch."""
+    """The size of the groups in a worker's batch over which batch norm computes its statistics."""
     layerwise: Literal["none", "lars", "lamb"] = "none"
-    """Put LARS in the place of SGD, or LAMB in the place of Adam. LARS wants a much larger rate than SGD, 10 to 100
-    times: give it with --lr."""
+    """A layer-wise optimizer: LARS in the place of SGD, or LAMB in the place of Adam. LARS wants a rate that is 10 to
+    100 times as large as that of SGD: give it with --lr."""
     trust: float = 0.001
     """LARS's trust coefficient."""
     resize: str | None = None
@@ -153,7 +153,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def label_of(strategy: str) -> str:
-    """What a strategy of a RunConfig is called where people read it: ssp, mine.py:Mine, Mine."""
+    """The name by which people read of a RunConfig's strategy: ssp, mine.py:Mine, Mine."""
     file, colon, name = strategy.rpartition(":")
     return strategy.rpartition("/")[2] if not colon or file.endswith(".py") else name
 
@@ -165,7 +165,7 @@ RUN |= {"world", "cluster", "out", "resume", "progress", "strategies", "trials",
 
 
 def owner_of(option: str) -> str | None:
-    """Whose option it is, apart from strategies', in words; None: nobody's."""
+    """The owner of an option, in words, if it is not a strategy's own; None where no such option exists."""
     if option in RUN:
         return "the run"
     if option in Recipe.__struct_fields__:

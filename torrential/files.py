@@ -39,7 +39,7 @@ def read_regular(path: str | os.PathLike[str], most: int | None = None) -> bytes
 
 
 def decode_json(content: bytes, type: type[T]) -> T:
-    """As msgspec does it, except that content nested too deeply is an error like any other."""
+    """Decode JSON as msgspec does, except that content nested too deeply is an error like any other."""
     try:
         return msgspec.json.decode(content, type=type)
     except RecursionError:

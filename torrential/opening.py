@@ -16,7 +16,7 @@ from torrential.config import RunConfig
 from torrential.errors import BadInput
 from torrential.locks import lock_directory
 from torrential.records import Evaluation, Summary
-from torrential.resolve import Request, choose_device, resolve
+from torrential.resolve import RunRequest, choose_device, resolve
 from torrential.strategies.base import Strategy
 from torrential.strategies.registry import Given, is_loadable, plain_options, resolve_strategy
 from torrential.task import Task, build_model, with_validation
@@ -30,7 +30,7 @@ _held: dict[Path, int] = {}  # directories of runs under way in this process, lo
 
 
 # -- a new run --------------------------------------------------------------------------------------------------------
-def open_run(asked: Request, out: Path | None) -> Job:
+def open_run(asked: RunRequest, out: Path | None) -> Job:
     """A run that was checked, in a directory of its own: `out`, or a fresh one."""
     run = resolve(asked)
     versions, hardware = records.describe_machine()
@@ -61,7 +61,7 @@ def _begin(directory: Path, manifest: records.Manifest) -> None:
 
 
 def _lock(directory: Path) -> None:
-    """Until `unlock`, or the end of this process."""
+    """Lock the run's directory until `unlock`, or the end of this process."""
     _held[directory] = lock_directory(directory, "run")
 
 
@@ -151,7 +151,7 @@ def _same_strategy(directory: Path, config: RunConfig, given: Given | None) -> S
 
 
 def _source_of_strategy(directory: Path, config: RunConfig) -> str:
-    """What to load the run's strategy from, unless that is not there or not the caller's own."""
+    """The source from which the run's strategy is loaded, unless that is not there or not the caller's own."""
     if not is_loadable(config.strategy):
         kind = config.strategy.rpartition(":")[2]
         raise BadInput(

@@ -97,7 +97,8 @@ def explain(kind: type[msgspec.Struct]) -> Iterator[Option]:
 
 
 def _strings_below_fields(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """By the name of a field that the class adds; nothing where its source is not to be had, as in a console."""
+    """The text below each field that the class adds, by name; none where its source is not to be had, as in a
+    console."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     except (OSError, TypeError):

@@ -39,7 +39,7 @@ STATE_STYLES = {"training": "green", "waiting": "yellow", "lost": "bold red", "f
 Shares = tuple[float, float, float]  # seconds of compute, communicate, wait; recent records weigh more
 
 
-class Progress:
+class ProgressDisplay:
     """A context manager that is told what happens and shows it on `console` (standard error)."""
 
     def __init__(
@@ -252,7 +252,7 @@ def _final_rows(summary: Summary, took: float | None) -> Iterable[tuple[str, str
 
 
 def _shares(shares: Shares) -> tuple[Text, Text]:
-    """Where the time goes, as a small bar and in per cent; both empty while nothing is known."""
+    """The shares of the time, as a small bar and in per cent; both empty while nothing is known."""
     total = sum(shares)
     bar, words = Text(), Text()
     if not total > 0 or not math.isfinite(total):

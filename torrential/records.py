@@ -88,7 +88,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="summary"):
-    """How the run ended; also the object that `--json` prints."""
+    """The end of a run; also the object that `--json` prints."""
 
     task: str
     strategy: str
@@ -273,7 +273,7 @@ def lives(pid: int) -> bool:
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What was run, with what, and on what: enough to run it again."""
+    """The record of what was run, with what, and on what: enough to run it again."""
 
     format: int = MANIFEST_FORMAT
     torrential: str  # version

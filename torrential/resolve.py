@@ -40,8 +40,8 @@ NEEDS = {  # what to say of an option of one world that is given in another
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the user asked for, not yet checked."""
+class RunRequest:
+    """The run that the user asked for, not yet checked."""
 
     task: Task
     source: str | None = None  # how to load it again: a built-in name or file.py[:name]
@@ -71,7 +71,7 @@ class ResolvedRun:
     warnings: list[str]  # what is likely a mistake, a line each
 
 
-def resolve(asked: Request) -> ResolvedRun:
+def resolve(asked: RunRequest) -> ResolvedRun:
     """Check everything that can be checked before a process is started."""
     found = resolve_strategy(asked.strategy)
     strategy, settings, recipe = split_options(asked, found)
@@ -87,7 +87,7 @@ def resolve(asked: Request) -> ResolvedRun:
         cluster = _check_simulation(asked, settings, servers, device)
     Slow.parse(settings.slow, asked.workers)
     with calling("samples of a step", whose=found.kind.name):
-        joined = strategy.joined(asked.workers, task.batch_size)
+        joined = strategy.samples_per_update(asked.workers, task.batch_size)
     config = RunConfig(
         task=task.name,
         source=None if asked.source is None else absolute_spec(asked.source),
@@ -115,7 +115,7 @@ def resolve(asked: Request) -> ResolvedRun:
     return ResolvedRun(config, task, strategy, changes, warnings)
 
 
-def _task(asked: Request, strategy: Strategy) -> Task:
+def _task(asked: RunRequest, strategy: Strategy) -> Task:
     """The task with what was asked for in the place of its own figures."""
     task = with_validation(asked.task, asked.seed)
     with calling("optimizer", whose=type(strategy).name):
@@ -129,7 +129,7 @@ def _task(asked: Request, strategy: Strategy) -> Task:
     )
 
 
-def _check_numbers(asked: Request, task: Task) -> None:
+def _check_numbers(asked: RunRequest, task: Task) -> None:
     for name, value in (("workers", asked.workers), ("steps", asked.steps)):
         if value is not None and value < 1:
             raise BadInput(f"--{name} must be at least 1 (given: {value})")
@@ -153,7 +153,7 @@ def choose_device(asked: str) -> str:
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
-def split_options(asked: Request, found: Resolved) -> tuple[Strategy, AnySettings, Recipe]:
+def split_options(asked: RunRequest, found: Resolved) -> tuple[Strategy, AnySettings, Recipe]:
     """Options after --set belong to the strategy, the world or the recipe; each name to one of them."""
     if asked.world not in WORLDS:
         raise UnknownName("world", asked.world, WORLDS)
@@ -219,7 +219,7 @@ def _with_transport(settings: LocalSettings) -> LocalSettings:
 
 
 # -- worlds -----------------------------------------------------------------------------------------------------------
-def _check_local(asked: Request, settings: LocalSettings, servers: int, device: str) -> LocalSettings:
+def _check_local(asked: RunRequest, settings: LocalSettings, servers: int, device: str) -> LocalSettings:
     """Whether this machine can run it; the settings as they are carried out."""
     if asked.cluster is not None:
         raise BadInput("--cluster is what is simulated; add --world sim, or leave it out")
@@ -247,8 +247,8 @@ def _check_native(settings: LocalSettings, device: str, workers: int) -> LocalSe
     return msgspec.structs.replace(settings, algorithm="native")
 
 
-def _check_simulation(asked: Request, settings: SimSettings, servers: int, device: str) -> dict[str, Any]:
-    """What is simulated, as plain data."""
+def _check_simulation(asked: RunRequest, settings: SimSettings, servers: int, device: str) -> dict[str, Any]:
+    """The cluster that is simulated, as plain data; refuses what cannot be."""
     if settings.gradients == "off" and asked.target is not None:
         raise BadInput(
             f"nothing is learnt with gradients=off, so no target is reached (target: {asked.target:g}); drop one"
@@ -266,7 +266,7 @@ def _check_simulation(asked: Request, settings: SimSettings, servers: int, devic
 
 
 def cluster_table(cluster: str | dict[str, Any] | Cluster | None) -> dict[str, Any]:
-    """What is simulated, as in a cluster file: that of a file, of a shipped one, or of an object."""
+    """The table of the cluster that is simulated, as in a cluster file: from a file, a shipped one, or an object."""
     if isinstance(cluster, str):
         return read_cluster(cluster)
     if isinstance(cluster, Cluster):
@@ -276,8 +276,8 @@ def cluster_table(cluster: str | dict[str, Any] | Cluster | None) -> dict[str, A
 
 
 # -- servers and the recipe -------------------------------------------------------------------------------------------
-def _servers(asked: Request, strategy: Strategy, settings: AnySettings, model: nn.Module) -> int:
-    """How many there shall be."""
+def _servers(asked: RunRequest, strategy: Strategy, settings: AnySettings, model: nn.Module) -> int:
+    """The number of servers that the run has."""
     name = type(strategy).name
     if asked.world not in strategy.worlds:
         raise BadInput(f"{name} runs in --world {' or '.join(strategy.worlds)} only (given: {asked.world})")
@@ -305,7 +305,7 @@ def _servers(asked: Request, strategy: Strategy, settings: AnySettings, model: n
 
 
 def _check_recipe(
-    config: RunConfig, strategy: Strategy, task: Task, model: nn.Module, sample: Sample, asked: Request
+    config: RunConfig, strategy: Strategy, task: Task, model: nn.Module, sample: Sample, asked: RunRequest
 ) -> tuple[str, list[str]]:
     """Refuse what cannot work; say in one line what the recipe changes, and in others what is likely a mistake."""
     recipe, joined = config.recipe, config.samples_per_step
@@ -343,7 +343,7 @@ def _check_steps(config: RunConfig, strategy: Strategy) -> None:
         )
 
 
-def _servers_optimizer(config: RunConfig, strategy: Strategy, adapted: OptimizerSpec, asked: Request) -> list[str]:
+def _servers_optimizer(config: RunConfig, strategy: Strategy, adapted: OptimizerSpec, asked: RunRequest) -> list[str]:
     """A warning where the servers have an optimizer of their own in the place of the task's."""
     name, layerwise = type(strategy).name, config.recipe.layerwise
     kind = strategy.optimizer(adapted).kind

@@ -17,9 +17,9 @@ from torrential.data.deal import Deal
 from torrential.errors import RunFailed
 from torrential.opening import open_run, resume_run, unlock
 from torrential.optim.schedule import schedule_of
-from torrential.progress import Progress
+from torrential.progress import ProgressDisplay
 from torrential.records import Evaluation, Event, Record, RecordWriter, Step, Summary
-from torrential.resolve import Request
+from torrential.resolve import RunRequest
 from torrential.strategies.base import Strategy
 from torrential.strategies.registry import is_loadable
 from torrential.task import Task, build_model
@@ -92,7 +92,7 @@ def train(
         if resume is not None:
             job = resume_run(Path(resume), loaded, strategy)
             return execute(job, launch, lambda j: _listener(j, progress))
-        asked = Request(
+        asked = RunRequest(
             task=loaded,
             source=task if isinstance(task, str) else None,
             strategy="allreduce" if strategy is None else strategy,
@@ -140,7 +140,7 @@ def _listener(job: Job, show: bool | None) -> Any:
 def show_progress(job: Job, console: Any) -> Any:
     """A listener that shows on `console` what it is told."""
     config = job.config
-    return Progress(
+    return ProgressDisplay(
         planned_steps(job), config.workers, job.task.metric_name, config.target, console, virtual=config.world == "sim"
     ).__enter__()
 

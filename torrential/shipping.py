@@ -71,7 +71,7 @@ def pack(obj: object) -> Parcel:
 
 
 def unpack(pickle_fd: int, tensor_fd: int) -> Any:
-    """What was packed. The descriptors stay open (the mapping needs them no longer)."""
+    """The object that was packed. The descriptors stay open (the mapping needs them no longer)."""
     path, spans, body = pickle.loads(_mapped(pickle_fd))
     sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
     data = _mapped(tensor_fd) if spans else memoryview(b"")
@@ -167,7 +167,7 @@ def _meta(bounds: dict[str, Any]) -> msgspec.Meta:
 
 
 def _members_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Its methods, properties and class variables."""
+    """The methods, properties and class variables of a class."""
     made = {"__slots__", "__annotations__", "__module__", "__weakref__", "__dict__", *kind.__struct_fields__}
     return {name: value for name, value in vars(kind).items() if name not in made and not name.startswith("__struct")}
 

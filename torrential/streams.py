@@ -13,7 +13,7 @@ import sys
 from typing import Any, TextIO
 
 
-class Kept(io.FileIO):
+class TolerantFile(io.FileIO):
     """A descriptor that is written to for as long as that works."""
 
     lost: OSError | None = None  # why it fell silent
@@ -41,7 +41,7 @@ def keep() -> None:
 
 def kept(descriptor: int, like: TextIO | None) -> TextIO:
     """A kept text stream in the manner of another one, which is None where the descriptor was closed."""
-    raw = Kept(descriptor, "w", closefd=False)
+    raw = TolerantFile(descriptor, "w", closefd=False)
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=getattr(like, "encoding", None),
@@ -55,4 +55,4 @@ def why_lost(stream: TextIO) -> OSError | None:
     """Why a stream fell silent, once all that it was given is written; None for one that did not, or is not kept."""
     stream.flush()
     raw = getattr(getattr(stream, "buffer", None), "raw", None)
-    return raw.lost if isinstance(raw, Kept) else None
+    return raw.lost if isinstance(raw, TolerantFile) else None

@@ -183,7 +183,7 @@ class Task:
     target: float | None = None
     """The metric's value to reach."""
     name: str = field(default_factory=name_of_file)
-    """What reports and run directories call it; by default the name of the file that makes it."""
+    """The task's name in reports and run directories; by default that of the file that makes it."""
 
     def __post_init__(self) -> None:
         if isinstance(self.model, nn.Module):

@@ -60,7 +60,7 @@ def try_resized(resize: Resize, task: Task, model: nn.Module, sample: Sample) ->
 
 
 def _sizes(**values: Any) -> str:
-    """What was given to the user's code, by shape or by kind: "outputs (2, 10) and targets (2,)"."""
+    """The shapes or kinds of what was given to the user's code: "outputs (2, 10) and targets (2,)"."""
     kinds = {name: type(value).__name__ for name, value in values.items()}
     return " and ".join(
         f"{name} {tuple(value.shape) if torch.is_tensor(value) else kinds[name]}" for name, value in values.items()

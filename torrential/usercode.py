@@ -51,10 +51,10 @@ def failed(fact: str, error: BaseException, made_by: Callable[..., Any] | None =
     place = place_of(error)
     if not place and made_by is not None and (defined := _definition(made_by)):
         place = f"model factory at {defined}"
-    told = TaskFailed(f"{fact} {in_words(error)}{place and f' ({place})'}")
+    failure = TaskFailed(f"{fact} {in_words(error)}{place and f' ({place})'}")
     if trace := trace_of(error):
-        told.add_note(trace)
-    return told
+        failure.add_note(trace)
+    return failure
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def refuse_training() -> None:
 
 
 def refuse_exit(end: SystemExit) -> BadInput:
-    """What to raise in the place of the user's SystemExit, which would end the program as if all were well."""
+    """The error to raise in the place of the user's SystemExit, which would end the program as if all were well."""
     place = place_of(end)
     return BadInput(
         f"{place and f'{place}: '}the task's code ended the program (sys.exit({end.code!r})); raise an error there, or "
@@ -129,7 +129,7 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def _definition(function: Callable[..., Any]) -> str:
-    """Where a function of the user's, or the constructor of a class, begins."""
+    """The place where a function of the user's, or the constructor of a class, begins."""
     function = getattr(function, "func", function)  # of a functools.partial
     code = getattr(function, "__code__", None) or getattr(getattr(function, "__init__", None), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None and is_users(code.co_filename) else ""

@@ -33,8 +33,8 @@ ELSEWHERE = {
 }
 
 
-class Ask(NamedTuple):
-    """What to measure, checked."""
+class Benchmark(NamedTuple):
+    """The benchmark that was asked for, with checked arguments."""
 
     workers: int
     sizes: list[int]  # bytes
@@ -49,12 +49,12 @@ class Ask(NamedTuple):
 
     @property
     def messages(self) -> str:
-        """What messages go over, whatever `auto` may use."""
+        """The transport that messages go over, whatever `auto` may use."""
         return "tcp" if self.transport == "tcp" else "unix"
 
 
-class Row(msgspec.Struct, frozen=True):
-    """One size."""
+class Timings(msgspec.Struct, frozen=True):
+    """The times of all algorithms at one size."""
 
     bytes: int
     ms: dict[str, float]  # median over the rounds
@@ -73,10 +73,10 @@ class Result(msgspec.Struct, frozen=True):
     transport: str
     rounds: int
     fitted: Fitted
-    rows: list[Row]
+    rows: list[Timings]
 
 
-def ask(workers: int, sizes: str, transport: str, algorithms: str | None, rounds: int, fresh: bool) -> Ask:
+def ask(workers: int, sizes: str, transport: str, algorithms: str | None, rounds: int, fresh: bool) -> Benchmark:
     for name, value, least in (("workers", workers, 2), ("rounds", rounds, 1)):
         if value < least:
             raise BadInput(f"--{name} must be at least {least} (given: {value})")
@@ -95,7 +95,7 @@ def ask(workers: int, sizes: str, transport: str, algorithms: str | None, rounds
             raise BadInput(ELSEWHERE[name]) if name in ELSEWHERE else UnknownName("algorithm", name, here)
     unique = list(dict.fromkeys(names))
     check_descriptors(workers)
-    return Ask(workers, sorted({_bytes(text) for text in sizes.split(",")}), transport, unique, rounds, fresh)
+    return Benchmark(workers, sorted({_bytes(text) for text in sizes.split(",")}), transport, unique, rounds, fresh)
 
 
 def _bytes(text: str) -> int:
@@ -106,7 +106,7 @@ def _bytes(text: str) -> int:
     return size
 
 
-def measure(asked: Ask, launch: Launch | None, listener: Listener) -> Result:
+def measure(asked: Benchmark, launch: Launch | None, listener: Listener) -> Result:
     """Start the workers, let them measure, and put together what they report."""
     news: list[News] = []
 
@@ -128,7 +128,7 @@ def decode(record: Event) -> News:
     return news
 
 
-def _job(asked: Ask) -> Job:
+def _job(asked: Benchmark) -> Job:
     strategy = MeasureAllReduce(
         sizes=asked.sizes,
         algorithms=asked.algorithms,
@@ -139,7 +139,7 @@ def _job(asked: Ask) -> Job:
     return bench_job(strategy, LocalSettings(transport=asked.transport), asked.workers)  # type: ignore[arg-type]
 
 
-def _result(asked: Ask, news: list[News]) -> Result:
+def _result(asked: Benchmark, news: list[News]) -> Result:
     table = next(n.table for n in news if isinstance(n, Calibrated))
     picked = {n.nbytes: n.name for n in news if isinstance(n, Picked)}
     times: dict[int, dict[str, list[float]]] = {size: {n: [] for n in asked.algorithms} for size in asked.sizes}
@@ -152,7 +152,7 @@ def _result(asked: Ask, news: list[News]) -> Result:
         best = min(ms, key=lambda name: ms[name])
         named = {name: picked[size] if name == "auto" else name for name in ms}
         rows.append(
-            Row(
+            Timings(
                 bytes=size,
                 ms=ms,
                 predicted_ms={name: 1e3 * table.predict(known, asked.workers, size) for name, known in named.items()},
@@ -168,7 +168,8 @@ def _result(asked: Ask, news: list[News]) -> Result:
 
 
 def _ratio(times: dict[str, list[float]], other: str) -> float | None:
-    """How much longer auto takes than another: the median over the rounds, in each of which both met the same noise."""
+    """The factor by which auto takes longer than another: the median over the rounds, in each of which both met the
+    same noise."""
     if "auto" not in times or other not in times:
         return None
     return median(a / b for a, b in zip(times["auto"], times[other], strict=True))

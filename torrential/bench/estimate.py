@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torrential.bench.allreduce import Ask
+from torrential.bench.allreduce import Benchmark
 from torrential.bench.member import SINGLE_CALLS, contenders, repetitions
 from torrential.comm import costs
 from torrential.comm.costs import Fitted
@@ -24,14 +24,15 @@ class Plan:
         return sum(self.checks.values()) + self.rounds * sum(self.blocks.values())
 
 
-def known_costs(asked: Ask) -> Fitted | None:
-    """What an earlier run has measured on this machine and will be used again; None: it is measured first."""
+def known_costs(asked: Benchmark) -> Fitted | None:
+    """The costs that an earlier run has measured on this machine and that are used again; None: they are measured
+    first."""
     table = None if asked.fresh else costs.load(costs.cache_path(asked.messages, asked.workers))
     names = contenders(asked.transport == "shared")
     return table if table is not None and set(names) <= set(table.measured) else None
 
 
-def plan(asked: Ask, table: Fitted) -> Plan:
+def plan(asked: Benchmark, table: Fitted) -> Plan:
     once = {
         (size, name): table.predict(_called(asked, table, size, name), asked.workers, size)
         for size in asked.sizes
@@ -44,8 +45,8 @@ def plan(asked: Ask, table: Fitted) -> Plan:
     )
 
 
-def _called(asked: Ask, table: Fitted, size: int, name: str) -> str:
-    """What `auto` stands for."""
+def _called(asked: Benchmark, table: Fitted, size: int, name: str) -> str:
+    """The algorithm that `auto` stands for."""
     if name != "auto":
         return name
     return "shared" if asked.transport == "shared" else table.choose(size, asked.workers, ALGORITHMS).name

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from torrential.comm.choosing import Chooser, timed
 from torrential.comm.costs import Fitted
-from torrential.comm.messenger import Messenger, settle
+from torrential.comm.messenger import Messenger, exchange_markers
 from torrential.comm.native import NativeCarrier
 from torrential.comm.protocol import Meter
 from torrential.comm.scheduled import ScheduledCarrier
@@ -90,7 +90,7 @@ def contenders(shares_memory: bool) -> list[str]:
 
 
 def repetitions(once: float) -> int:
-    """How many calls make one measurement of an algorithm that takes so many seconds for one."""
+    """The number of calls that make one measurement of an algorithm that takes so many seconds for one."""
     return max(1, min(MAX_REPETITIONS, int(BLOCK_SECONDS / once)))
 
 
@@ -126,10 +126,10 @@ class _Member:
         addresses = [f"tcp:127.0.0.1:{port}" if tcp else f"{name}-{r}" for r, port in zip(members, ports, strict=True)]
         peers = zip(members, addresses, strict=True)
         messenger.regroup(comm.generation, {r: (address, 0) for r, address in peers if r != comm.rank})
-        settle(messenger, members, comm.check, TIMEOUT_SECONDS)
+        exchange_markers(messenger, members, comm.check, TIMEOUT_SECONDS)
         self._scheduled = ScheduledCarrier(comm.rank, Meter(), comm.check, TIMEOUT_SECONDS, messenger)
         self._scheduled.regroup(comm.generation, members)
-        file = os.memfd_create("torrential meeting") if self._first else -1
+        file = os.memfd_create("torrential rendezvous") if self._first else -1
         pid, descriptor = self._agree(torch.tensor([os.getpid(), file]))[0].tolist()
         self._native = NativeCarrier(comm.rank, Meter(), comm.check, TIMEOUT_SECONDS, "gloo")
         self._native.regroup(members, f"/proc/{pid}/fd/{descriptor}")
@@ -152,7 +152,7 @@ class _Member:
         names = contenders(self._comm.shares_memory)
         chooser = Chooser(self._comm, self._all_reduce, names, self._asked.messages)
         sizes = [size for size in CALIBRATED if size <= self._data.nbytes]
-        chooser.settle(self._data, CALIBRATION_SECONDS, sizes, self._asked.fresh)
+        chooser.agree_on_costs(self._data, CALIBRATION_SECONDS, sizes, self._asked.fresh)
         assert chooser.table is not None
         return chooser.table
 

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from torrential.bench.allreduce import Ask, Result, Row, decode
+from torrential.bench.allreduce import Benchmark, Result, Timings, decode
 from torrential.bench.estimate import Plan, known_costs, plan
 from torrential.bench.member import CALIBRATION_SECONDS, Calibrated, News, Picked
 from torrential.comm.costs import Fitted
@@ -29,13 +29,13 @@ LEGEND = (
 )
 
 
-class Watching:
+class BenchmarkProgress:
     """A listener that says beforehand how long it takes, and then how long still: a bar on a terminal, else a line now
     and then. What is done counts by the time it was to take: the largest size takes a thousand times the smallest."""
 
     def __init__(
         self,
-        asked: Ask,
+        asked: Benchmark,
         console: Console,
         live: bool | None = None,  # None: as the console is a terminal
         clock: Callable[[], float] = time.monotonic,
@@ -105,7 +105,7 @@ class Watching:
             self._print(words + (f" · {left} left" if left else ""))
 
     def _time_left(self) -> str:
-        """If the rest takes as much longer than planned as what is done did."""
+        """The time still to go, if the rest takes as much longer than planned as what is done did."""
         if self._plan is None or self._began is None:
             return ""
         before = TRUSTED * self._plan.total
@@ -142,7 +142,7 @@ def table(result: Result) -> RenderableType:
     return Group(shown, Text(LEGEND), Text(result.machine), Text(noise(result)), Text(describe(result.fitted)))
 
 
-def _cell(row: Row, name: str) -> Text:
+def _cell(row: Timings, name: str) -> Text:
     best = name == row.best
     text = Text(f"{_ms(row.ms[name])}{'*' if best else ''}", style="bold green" if best else "")
     return text.append(f"\n({_ms(row.predicted_ms[name])})", style="dim")
@@ -174,7 +174,7 @@ def describe(fitted: Fitted) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Before anything is measured: can a picture be written there?"""
+    """Refuse, before anything is measured, a path where no picture can be written."""
     if path.suffix.lower() != ".png":
         raise BadInput(f"--plot writes PNG files (given: {path}); try {path.with_suffix('.png')}")
     if not path.absolute().parent.is_dir():

@@ -90,11 +90,11 @@ class Admission:
 
     @property
     def deadline(self) -> float:
-        """When the first caller must have said who it is."""
+        """The time by which the first caller must have said who it is."""
         return next((caller.deadline for caller in self._callers.values()), math.inf)
 
     def poll(self, seconds: float = 0.0) -> list[tuple[socket.socket, Any]]:
-        """Those who have been admitted, with their greetings, after so many seconds at most."""
+        """The callers that were admitted within so many seconds at most, with their greetings."""
         patience = min(seconds, self.deadline - time.monotonic())
         for descriptor, _ in self._epoll.poll(None if patience == math.inf else max(0.0, patience)):
             if (caller := self._callers.get(descriptor)) is not None:

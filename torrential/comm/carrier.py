@@ -104,7 +104,7 @@ class Carrier:
                     late = head
                     self.overdue(head, now - began)
                     limit += self.timeout
-                self.rest(head, now - began)
+                self.idle(head, now - began)
                 now = self.meter.clock()
                 before = self.meter.communicate
                 self.progress()
@@ -114,6 +114,6 @@ class Carrier:
                 self.relieved(late)
         self.meter.wait += self.meter.clock() - began
 
-    def rest(self, head: Operation, waited: float) -> None:
+    def idle(self, head: Operation, waited: float) -> None:
         """Sleep until `head` may be able to go on, a few milliseconds at the most."""
         raise NotImplementedError

@@ -103,14 +103,15 @@ class Chooser:
         self.table: Fitted | None = None
         self._picks: dict[int, str] = {}
 
-    def settle(
+    def agree_on_costs(
         self,
         data: Tensor | None = None,
         seconds: float = BUDGET_SECONDS,
         sizes: Sequence[int] = SIZES,
         fresh: bool = False,
     ) -> str | None:
-        """After a regrouping: come to one table. Says where it is from, if it is new to all members."""
+        """Agree with the other members on one table of costs, after a regrouping. Returns where it is from if it is new
+        to all members, else None."""
         members = self._comm.members
         self._picks = {}
         if len(members) == 1 or self._spread():
@@ -141,11 +142,11 @@ class Chooser:
         return name
 
     def choice(self, nbytes: int) -> Choice:
-        assert self.table is not None, "settle first"
+        assert self.table is not None, "agree_on_costs first"
         return self.table.choose(nbytes, len(self._comm.members), self._names)
 
     def describe(self) -> str:
-        assert self.table is not None, "settle first"
+        assert self.table is not None, "agree_on_costs first"
         sizes = [size for points in self.table.measured.values() for size, _ in points]
         least, most = min(sizes), max(sizes)
         picks = [f"{n:,} bytes{' (extrapolated)' if n > most else ''}: {self.choice(n).reason}" for n in SHOWN]

@@ -41,7 +41,7 @@ ADD = "add"  # the name of samples that add a vector to another and send nothing
 
 
 class Sample(NamedTuple):
-    """A measured all-reduce."""
+    """The measured time of one all-reduce."""
 
     name: str
     members: int
@@ -62,7 +62,7 @@ class Choice(NamedTuple):
 
 
 class Fitted(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one kind of transport on one machine."""
+    """The fitted costs of one kind of transport on one machine."""
 
     format: int = FORMAT
     machine: str
@@ -78,7 +78,7 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
         return [*(n for n in ALGORITHMS if n in self.measured or not self.measured), *self.lines]
 
     def model(self, name: str, members: int, nbytes: int) -> float:
-        """By the table of costs, or the line."""
+        """The predicted seconds of an algorithm: by the table of costs, or by the line fitted to its measurements."""
         if name in self.lines:
             start, byte = self.lines[name]
             return start + byte * nbytes
@@ -102,7 +102,7 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
         return Choice(names[first], seconds, names[second[1]] if second else "", second[0] if second else 0.0)
 
     def error(self) -> float:
-        """How far the table and the lines alone are from what was measured: the median, as a fraction."""
+        """The median relative error of the table and the lines alone, against what was measured."""
         off = [abs(self.model(n, self.members, b) / s - 1) for n, points in self.measured.items() for b, s in points]
         return float(np.median(off)) if off else 0.0
 
@@ -170,7 +170,8 @@ def machine() -> str:
 
 
 def cache_path(transport: str, members: int) -> Path | None:
-    """Where what was measured on this machine is kept for the next run; None for a user without a home directory."""
+    """The file in which this machine's measurements are kept for the next run; None for a user without a home
+    directory."""
     if (home := cache_directory()) is None:
         return None
     key = hashlib.sha256(f"{machine()}, {transport}, {members}".encode()).hexdigest()[:16]
@@ -178,7 +179,7 @@ def cache_path(transport: str, members: int) -> Path | None:
 
 
 def load(path: Path | None) -> Fitted | None:
-    """None if there is nothing, or nothing that can be trusted: it is measured anew then."""
+    """The costs in a file; None if there are none, or none that can be trusted, so that they are measured anew."""
     if path is None:
         return None
     try:
@@ -199,13 +200,13 @@ def _sound(table: Fitted) -> bool:
 
 
 def save(path: Path, table: Fitted) -> None:
-    """Not being able to is no reason to stop: the next run measures again."""
+    """Write the costs to a file, if that is possible; else the next run measures again."""
     with contextlib.suppress(OSError, RunFailed):
         records.replace_file(path, msgspec.json.encode(table))
 
 
 def remember(table: Fitted) -> None:
-    """For the runs to come on this machine."""
+    """Keep the costs for later runs on this machine."""
     if (path := cache_path(table.transport, table.members)) is None:
         return
     with contextlib.suppress(OSError):

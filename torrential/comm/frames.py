@@ -2,8 +2,8 @@
 
     | header length, u32 | header: msgpack of Sealed | payload of tensor 0 | payload of tensor 2 | ...
 
-A tensor that lies in memory which the other side can map has no payload: its `Piece` says where it is. Whatever comes
-in, the reader gives frames or raises WireError; it never takes more memory than a frame that has begun asks for.
+A tensor that lies in memory which the other side can map has no payload: its `TensorHeader` says where it is. Whatever
+comes in, the reader gives frames or raises WireError; it never takes more memory than a frame that has begun asks for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ M = TypeVar("M")
 
 
 class Memory(Protocol):
-    """Registered buffers."""
+    """The registered buffers of all roles on this host."""
 
     def locate(self, tensor: Tensor) -> tuple[str, int] | None:
         """The buffer that a contiguous tensor lies in, and its first byte there."""
@@ -43,14 +43,14 @@ def nowhere(message: Any) -> Sequence[Tensor] | None:
     return None
 
 
-class Piece(wire.Shape, frozen=True, array_like=True):
+class TensorHeader(wire.Shape, frozen=True, array_like=True):
     key: str = ""  # of the registered buffer that it lies in; "": its bytes follow
     offset: int = 0  # of its first byte there
 
 
 class Sealed(msgspec.Struct, Generic[M], array_like=True, frozen=True):
     message: M
-    pieces: list[Piece]
+    pieces: list[TensorHeader]
 
 
 def reader_of(messages: Any) -> Any:
@@ -64,7 +64,7 @@ def frame(message: Any, tensors: Sequence[Tensor], memory: Memory | None) -> tup
     for tensor in tensors:
         place = memory.locate(tensor) if memory is not None else None
         key, offset = place or ("", 0)
-        pieces.append(Piece(_NAMES[tensor.dtype], list(tensor.shape), key, offset))
+        pieces.append(TensorHeader(_NAMES[tensor.dtype], list(tensor.shape), key, offset))
         if place is None and tensor.numel():
             payload.append(wire.raw(tensor.contiguous()))
             nbytes += tensor.nbytes
@@ -76,7 +76,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Frames:
-    """What comes on one connection. Give `room` to the kernel, tell `filled` how much it wrote there."""
+    """The frames that come on one connection. Give `room` to the kernel, tell `filled` how much it wrote there."""
 
     def __init__(self, decoder: Any, memory: Memory | None, landing: Landing = nowhere) -> None:
         self._decoder, self._memory, self._landing = decoder, memory, landing
@@ -109,7 +109,7 @@ class Frames:
             self._make_room(self._held - self._read)
 
     def divert(self) -> None:
-        """What is coming in is not to land where it was wanted, but in fresh memory; what is there already, too."""
+        """Let what is coming in land in fresh memory instead of where it was wanted, with what has come already."""
         if self._letter is None or not self._landed:
             return
         message, tensors = self._letter
@@ -166,7 +166,7 @@ class Frames:
         self._ahead[: len(kept)] = kept
 
     def _places(self, sealed: Sealed[Any]) -> list[Tensor]:
-        """Where its tensors lie: in another's memory; where they are wanted, if they fit; or in fresh memory."""
+        """The memory for a frame's tensors: another role's; where they are wanted, if they fit; or fresh memory."""
         pieces = sealed.pieces
         tensors: list[Tensor] = []
         for piece in pieces:
@@ -189,8 +189,8 @@ class Frames:
         self._missing = [wire.raw(tensor) for tensor, piece in both if not piece.key and tensor.numel()]
         return tensors
 
-    def _view(self, piece: Piece) -> Tensor:
-        """Another's memory."""
+    def _view(self, piece: TensorHeader) -> Tensor:
+        """A tensor that lies in another role's memory."""
         key = (piece.key, piece.offset, piece.dtype, *piece.sizes)
         view = self._views.get(key)
         if view is None:
@@ -209,13 +209,13 @@ class Frames:
         return view
 
 
-def _fit(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> bool:
+def _fit(tensors: Sequence[Tensor], pieces: Sequence[TensorHeader]) -> bool:
     return len(tensors) == len(pieces) and all(
         p.sizes == list(t.shape) and p.dtype == _NAMES[t.dtype] and t.is_contiguous()
         for t, p in zip(tensors, pieces, strict=True)
     )
 
 
-def _fresh(piece: Piece) -> Tensor:
+def _fresh(piece: TensorHeader) -> Tensor:
     wire.check(piece)
     return wire.empty(piece)

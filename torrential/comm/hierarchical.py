@@ -68,12 +68,12 @@ class HierarchicalCarrier(ScheduledCarrier):
         self.meter.bytes_sent += self._inside.bytes_sent
         self._inside.bytes_sent = 0
 
-    def rest(self, head: Operation, waited: float) -> None:
+    def idle(self, head: Operation, waited: float) -> None:
         below = head.waits_in_memory() if isinstance(head, _Levels) else None
         if below is None:
-            super().rest(head, waited)
+            super().idle(head, waited)
         else:
-            below.carrier.rest(below, waited)
+            below.carrier.idle(below, waited)
 
 
 class _Levels(Operation):
@@ -105,7 +105,8 @@ class _Levels(Operation):
         return self.down is not None and self.down.done()
 
     def _crossed(self) -> bool:
-        """On a host's first worker: whether the sum over all hosts is here, and may go down."""
+        """Advance the sum over all hosts, on a host's first worker; True once it is here and may be passed to the
+        others."""
         firsts = self.carrier.firsts
         if self.wire is None:
             make = ALGORITHMS[self.algorithm].plan

@@ -14,7 +14,7 @@ from torrential.comm.outbox import Outgoing
 from torrential.comm.post import Post
 
 
-class Parcel(msgspec.Struct, frozen=True, tag=True):
+class TensorLetter(msgspec.Struct, frozen=True, tag=True):
     """A letter whose tensors one member has sent another."""
 
     generation: int
@@ -35,13 +35,13 @@ class LetterBox:
         for key in [key for key in self._arrived if key[1] < generation]:
             del self._arrived[key]
 
-    def deliver(self, source: int, parcel: Parcel, tensors: list[Tensor]) -> None:
+    def deliver(self, source: int, parcel: TensorLetter, tensors: list[Tensor]) -> None:
         if parcel.generation >= self.generation:
             self._arrived[source, parcel.generation, parcel.name] = tensors
 
     def send(self, to: int, tag: str, tensors: Sequence[Tensor]) -> Outgoing:
         # a copy, for a tensor in a registered buffer would be read there, after it may have been changed
-        return self._post.post(to, Parcel(self.generation, tag), [tensor.clone() for tensor in tensors])
+        return self._post.post(to, TensorLetter(self.generation, tag), [tensor.clone() for tensor in tensors])
 
     def arrived(self, source: int, tag: str) -> bool:
         return (source, self.generation, tag) in self._arrived

@@ -24,12 +24,12 @@ from torrential.errors import PeerLost
 DIAL_SECONDS = 10.0
 
 
-class Greeting(msgspec.Struct, frozen=True, tag=True):
+class PeerGreeting(msgspec.Struct, frozen=True, tag=True):
     rank: int
     life: int  # which incarnation of that rank is calling
 
 
-class Data(msgspec.Struct, frozen=True, tag=True):
+class TensorMessage(msgspec.Struct, frozen=True, tag=True):
     generation: int
     tag: str
 
@@ -41,16 +41,20 @@ class Peer:
     """The connection to one other worker."""
 
     def __init__(
-        self, rank: int, life: int, connection: wire.Connection[Data | Greeting], told: Callable[[], None]
+        self,
+        rank: int,
+        life: int,
+        connection: wire.Connection[TensorMessage | PeerGreeting],
+        on_written: Callable[[], None],
     ) -> None:
         self.rank, self.life, self.connection = rank, life, connection
-        self._outbox = Outbox(connection.write, told)
+        self._outbox = Outbox(connection.write, on_written)
 
     @property
     def lost(self) -> bool:
         return self._outbox.lost
 
-    def send(self, message: Data, tensors: Sequence[Tensor], outgoing: Outgoing) -> None:
+    def send(self, message: TensorMessage, tensors: Sequence[Tensor], outgoing: Outgoing) -> None:
         self._outbox.send(self.connection.frame(message, tensors), sum(t.nbytes for t in tensors), outgoing)
 
     def lose(self) -> None:
@@ -66,12 +70,12 @@ class Messenger:
 
     def __init__(self, rank: int, life: int, address: str, token: bytes) -> None:
         self.rank, self.life, self._token = rank, life, token
-        self._admission = Admission(address, token, Greeting)
+        self._admission = Admission(address, token, PeerGreeting)
         self.address = self._admission.address
         self.changed = threading.Condition()
         self._news = False
         self.generation = 0
-        wire.decoder(Data | Greeting)  # its types are known before threads begin to read
+        wire.decoder(TensorMessage | PeerGreeting)  # its types are known before threads begin to read
         self._peers: dict[int, Peer] = {}
         self._known: dict[int, tuple[str, int]] = {}  # address and life of each member
         self._arrived: dict[Key, list[Tensor]] = {}
@@ -91,7 +95,9 @@ class Messenger:
     def _admit(self) -> None:
         while not self._admission.stopped:
             for sock, greeting in self._admission.poll(math.inf):
-                connection: wire.Connection[Data | Greeting] = wire.Connection(sock, Data | Greeting)
+                connection: wire.Connection[TensorMessage | PeerGreeting] = wire.Connection(
+                    sock, TensorMessage | PeerGreeting
+                )
                 self._adopt(Peer(greeting.rank, greeting.life, connection, self._told))
 
     def _adopt(self, peer: Peer) -> None:
@@ -127,8 +133,8 @@ class Messenger:
             return None
         address, life = self._known[rank]
         try:
-            connection = wire.dial(address, self._token, Data | Greeting, DIAL_SECONDS)
-            connection.send(Greeting(self.rank, self.life))
+            connection = wire.dial(address, self._token, TensorMessage | PeerGreeting, DIAL_SECONDS)
+            connection.send(PeerGreeting(self.rank, self.life))
         except (OSError, wire.Closed) as error:
             raise PeerLost(f"worker {rank}") from error
         peer = Peer(rank, life, connection, self._told)
@@ -148,7 +154,7 @@ class Messenger:
         outgoing = Outgoing()
         peer = self._peers.get(to)
         if peer is not None and not peer.lost:
-            peer.send(Data(self.generation, tag), tensors, outgoing)
+            peer.send(TensorMessage(self.generation, tag), tensors, outgoing)
         return outgoing
 
     def expect(self, source: int, tag: str, into: Sequence[Tensor]) -> None:
@@ -184,8 +190,8 @@ class Messenger:
             self._tell()
 
     def _read(self, peer: Peer) -> None:
-        def destination(message: Data | Greeting, shapes: Sequence[wire.Shape]) -> Sequence[Tensor] | None:
-            if not isinstance(message, Data):
+        def destination(message: TensorMessage | PeerGreeting, shapes: Sequence[wire.Shape]) -> Sequence[Tensor] | None:
+            if not isinstance(message, TensorMessage):
                 raise wire.WireError("a second greeting")
             with self.changed:
                 return self._expected.pop((peer.rank, message.generation, message.tag), None)
@@ -193,7 +199,7 @@ class Messenger:
         try:
             while True:
                 message, tensors = peer.connection.receive(destination)
-                assert isinstance(message, Data)
+                assert isinstance(message, TensorMessage)
                 with self.changed:
                     if message.generation >= self.generation:
                         self._arrived[(peer.rank, message.generation, message.tag)] = tensors
@@ -204,21 +210,21 @@ class Messenger:
             peer.lose()
 
 
-def settle(messenger: Messenger, members: Sequence[int], check: Callable[[], None], timeout: float) -> None:
+def exchange_markers(messenger: Messenger, members: Sequence[int], check: Callable[[], None], timeout: float) -> None:
     """Exchange markers with every other member: afterwards nothing of an earlier generation can arrive.
 
     A member that was left out of a generation may find only now that the others have hung up on it; its new
     connection gets the marker that the old one has lost.
     """
     missing = [r for r in members if r != messenger.rank]
-    told: dict[int, Peer] = {}
+    marked: dict[int, Peer] = {}
     deadline = time.monotonic() + timeout
     while True:
         for rank in list(missing):
             came = messenger.arrived(rank, "marker")  # over the connection that is found now, or one before it
             peer = messenger.reach(rank)
-            if peer is not None and told.get(rank) is not peer:
-                told[rank] = peer
+            if peer is not None and marked.get(rank) is not peer:
+                marked[rank] = peer
                 messenger.send(rank, "marker", ())
             if came:
                 messenger.take(rank, "marker")

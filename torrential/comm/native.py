@@ -33,14 +33,14 @@ class NativeCarrier:
         self.overdue: Callable[[float], None] | None = None  # told instead of giving up, again and again
         self.relieved: Callable[[], None] | None = None  # told when a wait that was overdue is over
 
-    def regroup(self, members: tuple[int, ...], meeting: str) -> None:
-        """`meeting` is the path of an empty file that all members can open, and that nobody else can."""
+    def regroup(self, members: tuple[int, ...], rendezvous: str) -> None:
+        """`rendezvous` is the path of an empty file that all members can open, and that nobody else can."""
         self.close()
         self.members = members
         for name in INTERFACES:
             os.environ.setdefault(name, LOOPBACK)
         patience = timedelta(seconds=self.timeout)
-        store = dist.FileStore(meeting)  # type: ignore[attr-defined]
+        store = dist.FileStore(rendezvous)  # type: ignore[attr-defined]
         store.set_timeout(patience)
         rank = members.index(self.rank)
         dist.init_process_group(self.backend, store=store, rank=rank, world_size=len(members), timeout=patience)

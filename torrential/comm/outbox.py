@@ -27,15 +27,15 @@ class Outgoing:
         self._sent = True
 
     def lose(self) -> None:
-        """It will never be sent."""
+        """Note that it will never be sent."""
 
 
 class Outbox:
     def __init__(
-        self, write: Callable[[list[memoryview], bool], list[memoryview]], told: Callable[[], None] | None = None
+        self, write: Callable[[list[memoryview], bool], list[memoryview]], on_written: Callable[[], None] | None = None
     ) -> None:
-        """`write(frame, block)` returns what it could not write; `told` is called by the thread when it has written."""
-        self._write, self._told = write, told
+        """`write(frame, block)` returns what it could not write; the thread calls `on_written` after each frame."""
+        self._write, self._on_written = write, on_written
         self._frames: queue.SimpleQueue[tuple[list[memoryview], Outgoing] | None] = queue.SimpleQueue()
         self._queued = 0  # frames that are in the queue, or being written by the thread
         self._lock = threading.Lock()  # of `_queued`; whoever has seen it at 0 may write while holding it
@@ -76,5 +76,5 @@ class Outbox:
             with self._lock:
                 self._queued -= 1
             outgoing.lose() if self.lost else outgoing.mark()
-            if self._told is not None:
-                self._told()
+            if self._on_written is not None:
+                self._on_written()

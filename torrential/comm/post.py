@@ -49,7 +49,7 @@ class Greeting(msgspec.Struct, frozen=True, tag=True):
 
 
 class Contact(NamedTuple):
-    """How to reach a role."""
+    """The address and incarnation by which a role is reached."""
 
     where: str
     life: int
@@ -75,7 +75,7 @@ class Posted(Outgoing):
 
 
 class _Line:
-    """One connection."""
+    """One connection to another role."""
 
     def __init__(self, sock: socket.socket, frames: Frames, outbox: Outbox, address: int, life: int) -> None:
         self.sock, self.frames, self.outbox, self.address, self.life = sock, frames, outbox, address, life
@@ -105,7 +105,8 @@ class Post:
         self._epoll.register(self._news, select.EPOLLIN)
 
     def understand(self, messages: Any) -> None:
-        """What letters may say, besides greetings. To be called before the first is received."""
+        """Set the kinds of messages that letters may hold, besides greetings. To be called before the first is
+        received."""
         self._decoder = reader_of(Greeting | messages)
 
     # -- what other threads may call --------------------------------------------------------------------------------
@@ -113,12 +114,12 @@ class Post:
         self._contacts = contacts
 
     def announce(self, message: Any) -> None:
-        """A letter from the world itself."""
+        """Deliver a letter from the world itself."""
         self._arrived.append(Letter(-1, message, []))
         self._wake()
 
     def stop(self) -> None:
-        """From now on `receive` returns None when there is nothing to read."""
+        """Let `receive` return None from now on when there is nothing to read."""
         self._stopped = True
         self._wake()
 

@@ -49,13 +49,13 @@ def address_of(role: str, number: int) -> int:
 
 
 def role_name(address: int) -> str:
-    """What people call the role at an address: "worker 3", "server 0", "coordinator 0", "observer"."""
+    """The name by which people know the role at an address: "worker 3", "server 0", "coordinator 0", "observer"."""
     role, number = role_of(address)
     return role if role == "observer" else f"{role} {number}"
 
 
 class Handle(Protocol):
-    """Something under way."""
+    """The handle of an operation under way."""
 
     def wait(self, timeout: float | None = None) -> Any:
         """Finish it. Raises WaitedTooLong (naming who), or Regrouped."""
@@ -64,7 +64,7 @@ class Handle(Protocol):
 
 
 class Letter(NamedTuple):
-    """What one role has told another. The tensors may lie in the memory of whoever sent them: they are not to be
+    """A message from one role to another, with tensors. These may lie in the memory of the sender: they are not to be
     written to, and what is to be kept must be copied."""
 
     source: int  # an address; -1: the world itself, about a new view
@@ -73,7 +73,7 @@ class Letter(NamedTuple):
 
 
 class Mail(Protocol):
-    """What every role has: time, memory, letters."""
+    """The clock, the memory and the letters of a role."""
 
     address: int
     view: View  # the newest known; a change also arrives as a letter
@@ -111,7 +111,7 @@ class Mail(Protocol):
 
 
 def letter_by_letter(mail: Mail, handle: Callable[[Letter], bool | None], timeout: float | None = None) -> bool:
-    """What `read` comes to."""
+    """Read letters one by one until `handle` has enough: the plain way to implement `Mail.read`."""
     while (letter := mail.receive(timeout)) is not None:
         enough = handle(letter)
         letter = None  # its memory is free for the next
@@ -143,7 +143,7 @@ class Group(Protocol):
 
 
 class Comm(Mail, Group, Protocol):
-    """What a worker can say to others: letters, tensors, collectives of all members or of a group of them."""
+    """The communication of a worker: letters, tensors, collectives of all members or of a group of them."""
 
     rank: int
     generation: int
@@ -167,21 +167,24 @@ class Comm(Mail, Group, Protocol):
         takes there."""
 
     def reached(self, share: float, then: Callable[[], None]) -> None:
-        """From within `work`, when this share of it is done: do `then`. Where time is simulated: when it has come."""
+        """Call `then` when this share of `work` is done; from within `work`. Where time is simulated: when that time
+        has come."""
 
     def check(self) -> None:
         """Raise Regrouped if membership has changed. Waits do this; a role that never waits must."""
 
-    def regroup(self, stand: Callable[[], int]) -> Standing:
+    def regroup(self, stand: Callable[[], int]) -> Agreement:
         """Meet the other members of the newest generation. `stand` is called once all of them have stopped; it
         returns how many steps this one has taken (-1: none, and it has no state yet)."""
 
     def suspect(self, address: int, seconds: float) -> None:
-        """A server has not answered for so long; the world finds out whether it is hung, or whom it waits for."""
+        """Report that a server has not answered for so long; the world finds out whether it is hung, or whom it waits
+        for."""
 
     def leave(self, last: Callable[[], None] | None = None) -> None:
-        """This worker's program is finished; return when all members' are. Raises Regrouped if one dies before. When
-        all of them are, one of those that have given a `last` thing to do does it, and the others wait for that."""
+        """Say that this worker's program is finished; returns when all members' are. Raises Regrouped if one dies
+        before. When all are finished, one of those that have given a `last` thing to do does it, and the others wait
+        for that."""
 
 
 class Part(NamedTuple):
@@ -193,8 +196,8 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What a regrouping agreed on: who is in, and whose state is the furthest."""
+class Agreement:
+    """The outcome of a regrouping: who is in, and whose state is the furthest."""
 
     generation: int
     members: tuple[int, ...]
@@ -205,7 +208,7 @@ class Standing:
 
 @dataclass
 class Meter:
-    """Where a role's time went, and how much it sent."""
+    """The account of a role: where its time went, and how much it sent."""
 
     communicate: float = 0.0  # copying, summing, handing to the transport
     wait: float = 0.0  # blocked on somebody else
@@ -225,6 +228,6 @@ ALIGNMENT = 16  # elements; slices begin on cache lines for 4-byte types
 
 
 def slices(numel: int, members: int) -> list[tuple[int, int]]:
-    """Who owns what of a vector cut over the members: near-equal contiguous slices on aligned bounds."""
+    """The slices of a vector that is cut over the members: near-equal, contiguous, on aligned bounds."""
     cuts = [min(numel, (i * numel // members + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT) for i in range(members)]
     return list(zip(cuts, [*cuts[1:], numel], strict=True))

@@ -49,7 +49,7 @@ class ScheduledCarrier(Carrier):
         self.messenger = messenger
         self.channel = channel  # apart from those of other carriers over the same messenger
 
-    def rest(self, head: Operation, waited: float) -> None:
+    def idle(self, head: Operation, waited: float) -> None:
         self.messenger.pause(REST_SECONDS)
 
     def _advance(self) -> None:
@@ -182,7 +182,7 @@ class Execution:
         return next((to for to, outgoing in self._sent if not outgoing.done()), self._members[self._index])
 
     def _places(self, stream: Stream) -> list[list[Place]]:
-        """Where the messenger keeps what each step receives."""
+        """The keys under which the messenger keeps what each step receives."""
         members, prefix = self._members, self._prefix
         return [[(members[r.source], f"{prefix}{r.key}") for r in step.receives] for step in stream]
 
@@ -228,7 +228,7 @@ class Execution:
 
 
 class _Cursor:
-    """How far a stream has come."""
+    """The position of a member in a stream."""
 
     def __init__(self, stream: Stream, places: list[list[Place]]) -> None:
         self.stream, self.places = stream, places

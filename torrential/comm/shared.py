@@ -88,7 +88,7 @@ class SharedCarrier(Carrier):
     def published(self, rank: int) -> int:
         return self._words[self._word(rank, 0)]
 
-    def rest(self, head: Operation, waited: float) -> None:
+    def idle(self, head: Operation, waited: float) -> None:
         assert isinstance(head, _SharedOperation)
         rank, which = head.lagging(), head.stage
         word = self._word(rank, which)
@@ -147,7 +147,7 @@ class _SharedOperation(Operation):
         self.carrier.publish(self.number)
 
     def work(self) -> None:
-        """This member's share, once everybody has published."""
+        """Sum this member's share, once everybody has published."""
 
     def advance(self) -> bool:
         if self.carrier.behind(0, self.number) is not None:

@@ -51,7 +51,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Share:
-    """What one member takes in one step."""
+    """The samples that one member takes in one step."""
 
     batches: list[Batch]  # weighted by their part of the joined batch; empty when there are fewer samples than members
     total: int  # samples of all members together
@@ -74,7 +74,7 @@ class Deal:
         self.samples, self.seed, self.epoch, self.cursor = samples, seed, epoch, cursor
 
     def share(self, member: int, members: int, batch_size: int, accumulate: int = 1) -> Share:
-        """What `member` of `members` takes in the step at the cursor; the cursor stays.
+        """The samples that `member` of `members` takes in the step at the cursor; the cursor stays.
 
         With `accumulate` it takes the parts of so many members, of as many times more: cut as each would have it."""
         assert 0 <= member < members, (member, members)
@@ -99,7 +99,7 @@ class Deal:
 
 
 def part(take: int, member: int, members: int, batch_size: int) -> tuple[int, int]:
-    """What a member gets of the next `take` samples, from the first to the one after the last."""
+    """The first and the last (exclusive) of the next `take` samples that a member gets."""
     # The last samples of an epoch go to fewer members rather than one to each: batch norm needs two.
     hands = members if take >= 2 * members or batch_size < 3 else max(1, take // 2)
     return min(member, hands) * take // hands, min(member + 1, hands) * take // hands

@@ -30,7 +30,7 @@ class Source:
 
 
 def set_data_dir(path: Path | None) -> None:
-    """Where data is looked for first, and where downloads go."""
+    """Set the directory in which data is looked for first, and to which it is downloaded."""
     global _data_dir
     _data_dir = path
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torrential.membership.roles import Who
 
 
-class Send(NamedTuple):
+class Tell(NamedTuple):
     """Tell a member something. What is sent before it listens waits for it; what a dead member is sent is dropped."""
 
     to: Who
@@ -43,4 +43,4 @@ class Show(NamedTuple):
     state: str
 
 
-Action = Send | Start | Kill | Note | Show
+Action = Tell | Start | Kill | Note | Show

@@ -8,7 +8,7 @@ A change of members is a new generation, agreed on in two rounds so that all dec
     workers ── Standing(n) ────► membership  steps taken so far
     membership ── Go ──────────► workers     who is in, and whose state those behind shall take
 
-A death at any point starts the next generation. meeting.py is the workers' side of it.
+A death at any point starts the next generation. regrouping.py is the workers' side of it.
 """
 
 from __future__ import annotations

@@ -96,11 +96,11 @@ class Membership:
 
     @property
     def deadline(self) -> float | None:
-        """When `wake` is to be called at the latest, if at all."""
+        """The time at which `wake` is to be called at the latest; None: it need not be."""
         return self._views.due
 
     def actions(self) -> Iterator[Action]:
-        """What is to be done, in order, and is not yet; also what follows while it is being done."""
+        """The actions to carry out, in order; also those that follow while they are carried out."""
         while self._roll.actions:
             yield self._roll.actions.popleft()
 
@@ -149,7 +149,7 @@ class Membership:
         self._observing.snapshot_taken(message, tensors)
 
     def stepped(self, step: int) -> None:
-        """It is on record that training has come to this step."""
+        """Note that the records have come to this step of training."""
         self._generations.step = max(self._generations.step, step)
 
     def lost(self, who: Who, how: How, now: float) -> None:
@@ -183,7 +183,7 @@ class Membership:
             self._views.renew()
 
     def tick(self, now: float) -> None:
-        """To be called many times a second where members may hang: find those and end them."""
+        """Find members that hang, and end them; to be called many times a second where members may hang."""
         self._notice(now)
         self.wake(now)
         roll = self._roll
@@ -244,7 +244,7 @@ class Membership:
             self._let_go(worker)
 
     def _let_go(self, worker: Member) -> None:
-        """Where workers do not regroup there is one generation, and each begins when it is told to."""
+        """Let a worker begin, where workers do not regroup and there is one generation."""
         assert self.began is not None
         members = sorted(self._roll.workers)
         self._roll.send(worker, m.Go(1, members, [], [], members[0], self._generations.step, [], self.began))

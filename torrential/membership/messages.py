@@ -26,7 +26,7 @@ class Stopped(MemberMessage, frozen=True):
 
 
 class Standing(MemberMessage, frozen=True):
-    """So many steps have I taken; -1: none, and I have no state yet."""
+    """This worker has taken so many steps; -1: none, and it has no state yet."""
 
     generation: int
     applied: int
@@ -108,7 +108,7 @@ class Go(MemberMessage, frozen=True):
     applied: int
     behind: list[int]
     began: float  # when the run began, on the clock of the world
-    meeting: str = ""  # where a library of collectives finds its members, if one is used; the world fills it in
+    rendezvous: str = ""  # where a library of collectives finds its members, if one is used; the world fills it in
 
 
 class Roster(MemberMessage, frozen=True):

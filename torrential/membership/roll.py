@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torrential.comm.protocol import address_of, role_name, role_of
-from torrential.membership.actions import Action, Kill, Note, Send, Show, Start
+from torrential.membership.actions import Action, Kill, Note, Show, Start, Tell
 from torrential.membership.roles import ROLES, Members, Who
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the membership is told about a run, besides its population."""
+    """The facts about a run that the membership needs, besides its population."""
 
     timeout: float
     """Seconds without an answer after which a member is taken for hung."""
@@ -29,9 +29,9 @@ class Rules:
     slots: int = 0
     """Snapshots that a worker keeps for the observer, each in a numbered slot that is handed back."""
     algorithm: str = "auto"
-    """How workers sum, to be named where all wait for one another."""
+    """The algorithm by which workers sum, to be named where all wait for one another."""
     remedy: str = "run again"
-    """What a person can do after a failure."""
+    """The advice after a failure."""
     saved: Callable[[], str] = lambda: "no checkpoint was made yet"
     """Says which checkpoint is the last good one."""
 
@@ -67,7 +67,7 @@ class Member:
         return what if self.role in ("worker", "observer") else f"{self.name}: {what}"
 
     def heard_from(self) -> None:
-        """It has given a sign of life."""
+        """Note that a member has given a sign of life."""
         self.quiet, self.probed = 0.0, False
 
 
@@ -94,7 +94,7 @@ class Roll:
         return self.here[role].get(number)
 
     def find(self, who: Who) -> Member | None:
-        """That very incarnation, there or being started."""
+        """The member that is this very incarnation, there or being started."""
         for member in (self.at(who.address), self.starting.get(who.address)):
             if member is not None and member.life == who.life:
                 return member
@@ -104,7 +104,7 @@ class Roll:
         return any(member.role in roles for member in self.starting.values())
 
     def everybody(self) -> list[Member]:
-        """Who is written to and read from: workers, servers and coordinators."""
+        """The members that others exchange letters with: workers, servers and coordinators."""
         return [*self.workers.values(), *self.servers.values(), *self.coordinators.values()]
 
     # -- comings and goings ---------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Roll:
 
     # -- what is to be done ---------------------------------------------------------------------------------------
     def send(self, member: Member, message: Any, tensors: Sequence[Any] = ()) -> None:
-        self.actions.append(Send(member.who, message, tensors))
+        self.actions.append(Tell(member.who, message, tensors))
 
     def note(self, event: str, worker: int | None = None, detail: str = "") -> None:
         self.actions.append(Note(event, worker, detail))

@@ -82,7 +82,7 @@ class Views:
     # -- all of it ------------------------------------------------------------------------------------------------
     @property
     def _replicas(self) -> int:
-        """As many as were asked for, while there are servers for them."""
+        """The number of replicas that was asked for, as far as there are servers for them."""
         asked = self._rules.replicas
         return min(1 if asked is None else asked, len(self._roll.servers) - 1)
 

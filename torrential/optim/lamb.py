@@ -58,7 +58,7 @@ class LAMB(GroupOptimizer):
         torch._foreach_sub_(params, steps, alpha=group["lr"])
 
     def _count(self, params: list[Tensor]) -> list[float]:
-        """How many steps each parameter has taken, this one included."""
+        """The number of steps that each parameter has taken, this one included."""
         for param in params:
             if "step" not in self.state[param]:
                 self.state[param]["step"] = torch.tensor(0.0)

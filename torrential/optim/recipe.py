@@ -33,7 +33,7 @@ _FOR_SPEED = ("fused", "foreach", "capturable", "differentiable")  # options tha
 
 
 def make_recipe(options: dict[str, Any]) -> Recipe:
-    """From options, which may come as text: what the named recipe says, except where an option says otherwise."""
+    """The recipe that options, which may come as text, make: the named one, except where an option says otherwise."""
     recipe = make(Recipe, RECIPES[make(Recipe, options).recipe] | options)
     for option in ("base_batch", "ghost", "trust"):
         value = getattr(recipe, option)
@@ -72,7 +72,7 @@ def adapt_optimizer(recipe: Recipe, spec: OptimizerSpec, model: nn.Module) -> Op
 
 
 def describe(recipe: Recipe, schedule: Schedule, joined: int, model: nn.Module) -> str:
-    """In one line, what the recipe changes; nothing if it changes nothing."""
+    """One line about what the recipe changes; empty if it changes nothing."""
     parts: list[str] = []
     times = schedule.scale(joined)
     if recipe.scaling == "loss":
@@ -103,7 +103,8 @@ def describe(recipe: Recipe, schedule: Schedule, joined: int, model: nn.Module) 
 
 
 def _steps(recipe: Recipe, schedule: Schedule, joined: int) -> list[str]:
-    """What a step schedule does at its milestones: first the batch grows, as long as it may, then the rate falls."""
+    """The effects of a step schedule at its milestones: first the batch grows, as long as it may, then the rate
+    falls."""
     grows = schedule.growths(joined)
     at = [f"{m * schedule.total / schedule.samples:.3g}" for m in recipe.milestones]
     parts = [f"batch × {1 / recipe.factor:g} at epochs {', '.join(at[:grows])}"] if grows else []

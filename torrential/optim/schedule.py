@@ -61,13 +61,13 @@ class Schedule:
 
     @property
     def warmup(self) -> float:
-        """In samples."""
+        """The length of warm-up in samples."""
         if self.recipe.warmup is None:
             return min(5 * self.samples, self.total / 10) if self.recipe.recipe == "goyal" else 0.0
         return self.recipe.warmup * self.samples
 
     def scale(self, joined: int) -> float:
-        """What the joined batch makes of the rate."""
+        """The factor by which the joined batch scales the rate."""
         k = joined / self.base_batch
         return {"linear": k, "sqrt": math.sqrt(k)}.get(self.recipe.scaling, 1.0)
 
@@ -75,7 +75,8 @@ class Schedule:
         return joined / self.base_batch if self.recipe.scaling == "loss" else 1.0
 
     def rate(self, seen: int, joined: int) -> float:
-        """For the step that begins after `seen` samples, when all members together take `joined` (before growth)."""
+        """The learning rate of the step that begins after `seen` samples, when all members together take `joined`
+        (before growth)."""
         peak = self.base * self.scale(joined)
         if seen < self.warmup:
             if self.recipe.warmup_kind == "constant":
@@ -103,11 +104,12 @@ class Schedule:
         return sum(seen >= m * self.total for m in self.recipe.milestones)
 
     def growth(self, seen: int, joined: int) -> int:
-        """How many times the joined batch is taken at once, in the place of drops of the rate."""
+        """The number of joined batches that make one step, in the place of drops of the rate."""
         return int(self._times ** min(self._drops(seen), self.growths(joined)))
 
     def growths(self, joined: int) -> int:
-        """At how many milestones the batch grows, until once more would make it larger than a tenth of the data."""
+        """The number of milestones at which the batch grows, until once more would make it larger than a tenth of the
+        data."""
         if not self.recipe.grow:
             return 0
         return sum(
@@ -119,7 +121,7 @@ class Schedule:
         return round(1 / self.recipe.factor)
 
     def remedy(self, seen: int, rate: float) -> str:
-        """What to do about a loss that is no number, after so many samples and with this rate."""
+        """The advice after a loss that is no number, after so many samples and with this rate."""
         if seen < self.warmup:
             return (
                 f"the rate had come to {rate:.3g} in warm-up; lengthen warmup, lower --lr or use fewer samples a step"
@@ -128,7 +130,7 @@ class Schedule:
 
 
 def schedule_of(config: RunConfig, joined: int) -> Schedule:
-    """Of a run whose steps take `joined` samples."""
+    """The schedule of a run whose steps take `joined` samples."""
     total = config.epochs * config.samples
     if config.steps is not None:
         total = min(total, config.steps * joined)

@@ -17,7 +17,7 @@ from torrential.comm.protocol import ALIGNMENT, slices
 
 
 @dataclass(frozen=True)
-class Entry:
+class ParameterEntry:
     index: int
     name: str
     shape: torch.Size
@@ -39,7 +39,7 @@ class Bucket:
 
     index: int
     dtype: torch.dtype
-    entries: tuple[Entry, ...]
+    entries: tuple[ParameterEntry, ...]
 
     @property
     def start(self) -> int:
@@ -54,19 +54,19 @@ class Bucket:
 class Piece:
     """The part of one entry that one member owns; bounds in the flat vector."""
 
-    entry: Entry
+    entry: ParameterEntry
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    entries: tuple[Entry, ...]
+    entries: tuple[ParameterEntry, ...]
     buckets: tuple[Bucket, ...]
     sizes: dict[torch.dtype, int]  # length of each flat vector
 
     def pieces(self, member: int, members: int) -> Iterator[Piece]:
-        """What a member owns: its slice of every bucket, cut at the entries' bounds."""
+        """The pieces that a member owns: its slice of every bucket, cut at the entries' bounds."""
         for bucket in self.buckets:
             low, high = slices(bucket.stop - bucket.start, members)[member]
             for entry in bucket.entries:
@@ -79,13 +79,13 @@ def plan(model: nn.Module, bucket_bytes: int, names: Mapping[str, str] | None = 
     """The layout of a model's trained parameters. `names`: what to call them, by the model's own names."""
     named = [(n if names is None else names[n], p) for n, p in model.named_parameters() if p.requires_grad]
     sizes: dict[torch.dtype, int] = {}
-    entries: list[Entry] = []
-    groups: list[list[Entry]] = []
+    entries: list[ParameterEntry] = []
+    groups: list[list[ParameterEntry]] = []
     filled = 0
     for name, parameter in reversed(named):
         dtype = parameter.dtype
         start = sizes.get(dtype, 0)
-        entry = Entry(len(entries), name, parameter.shape, dtype, start, dict(vars(parameter)))
+        entry = ParameterEntry(len(entries), name, parameter.shape, dtype, start, dict(vars(parameter)))
         sizes[dtype] = -(-entry.stop // ALIGNMENT) * ALIGNMENT
         entries.append(entry)
         if not groups or filled >= bucket_bytes or groups[-1][0].dtype != dtype:

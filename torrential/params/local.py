@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from torrential.comm.protocol import Standing
+from torrential.comm.protocol import Agreement
 from torrential.optim.rates import Rates
-from torrential.params.home import computing_device, dtype_name, is_elementwise
+from torrential.params.base import computing_device, dtype_name, is_elementwise
 from torrential.params.layout import Layout
 from torrential.params.optimizer_state import begin_momentum, restored, states_of
 from torrential.params.whole import Outside, form_of, in_order
@@ -21,7 +21,7 @@ from torrential.task import OptimizerSpec
 
 
 class LocalParameters:
-    """Implements params.home.Parameters."""
+    """Implements params.base.Parameters."""
 
     private = True
 
@@ -60,14 +60,14 @@ class LocalParameters:
         self._rates.check()
 
     # -- members come and go: nothing is shared -----------------------------------------------------------------
-    def settle(self) -> None:
+    def wait_for_everybody(self) -> None:
         """Every step is complete where it was taken."""
 
-    def regroup(self, standing: Standing) -> None:
+    def regroup(self, agreement: Agreement) -> None:
         """Those behind receive the parameters from the source."""
 
     def rebuild(self) -> None:
-        """The optimizer goes on as it is."""
+        """Keep the optimizer as it is."""
 
     # -- what is saved ------------------------------------------------------------------------------------------
     def flat(self) -> dict[str, Tensor]:

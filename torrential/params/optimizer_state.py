@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from torrential.params.whole import Form, is_number
+from torrential.params.whole import OptimizerTraits, is_number
 from torrential.task import OptimizerSpec
 
 
@@ -23,7 +23,7 @@ def states_of(
                 yield index, key, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
-def restored(key: str, tensor: Tensor, form: Form | None) -> object:
+def restored(key: str, tensor: Tensor, form: OptimizerTraits | None) -> object:
     """A piece of state as the optimizer keeps it: a tensor, or one of Python's numbers."""
     kind = None if form is None else form.numbers.get(key)
     return kind(tensor.item()) if isinstance(kind, type) else tensor.clone()

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from torrential.comm.protocol import Comm, Handle, Standing
+from torrential.comm.protocol import Agreement, Comm, Handle
 from torrential.errors import RunFailed
 from torrential.optim.rates import Rates
-from torrential.params.home import (
+from torrential.params.base import (
     Finished,
     Update,
     computing_device,
@@ -27,7 +27,7 @@ from torrential.params.home import (
     gradients,
     is_elementwise,
 )
-from torrential.params.layout import Bucket, Entry, Layout
+from torrential.params.layout import Bucket, Layout, ParameterEntry
 from torrential.params.optimizer_state import begin_momentum, restored, states_of
 from torrential.params.whole import DRAWS, Outside, form_of, in_order
 from torrential.task import OptimizerSpec
@@ -43,7 +43,7 @@ class ReplicatedParameters:
         layout: Layout,
         spec: OptimizerSpec,
         device: torch.device,
-        meeting: torch.device,
+        reduce_device: torch.device,
     ) -> None:
         self.comm, self.layout, self.spec, self.device = comm, layout, spec, device
         self.counts = [0] * len(layout.entries)
@@ -56,13 +56,13 @@ class ReplicatedParameters:
         self._form = None if is_elementwise(spec) else form_of(spec, layout, computing_device(device))
         self._outside = None if self._form is None or self._form.outside is not None else Outside(self._optimizer)
         begin_momentum(spec, self._optimizer, self._parameters)
-        self._staged = meeting.type != device.type  # gradients travel to the host and back
+        self._staged = reduce_device.type != device.type  # gradients travel to the host and back
         self._summed: dict[torch.dtype, Tensor] = {}
         for dtype, numel in layout.sizes.items():
-            if meeting.type == "cpu":
+            if reduce_device.type == "cpu":
                 self._summed[dtype] = comm.buffer(f"gradients/{dtype_name(dtype)}", numel, dtype)
             else:
-                self._summed[dtype] = torch.zeros(numel, dtype=dtype, device=meeting)
+                self._summed[dtype] = torch.zeros(numel, dtype=dtype, device=reduce_device)
             if self._staged:
                 _pin(self._summed[dtype])
         self._sums = [entry.view(self._summed[entry.dtype]) for entry in layout.entries]
@@ -113,11 +113,11 @@ class ReplicatedParameters:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def settle(self) -> None:
+    def wait_for_everybody(self) -> None:
         """Every worker has taken the step by itself."""
 
     # -- members come and go ------------------------------------------------------------------------------------
-    def regroup(self, standing: Standing) -> None:
+    def regroup(self, agreement: Agreement) -> None:
         """Nothing is shared; those behind receive `tensors` from the source."""
 
     def rebuild(self) -> None:
@@ -182,7 +182,7 @@ def _as_laid_out(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
     return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
 
 
-def _elementwise(key: str, tensor: Tensor, entry: Entry) -> bool:
+def _elementwise(key: str, tensor: Tensor, entry: ParameterEntry) -> bool:
     """Whether a piece of optimizer state has one value per element of its parameter."""
     return tensor.shape == entry.shape and key != "step"
 

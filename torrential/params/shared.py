@@ -7,7 +7,7 @@ update: Xu et al. 2020, "Automatic cross-replica sharding of weight update"; Raj
     backward ──► my slice of the summed gradient, in shared memory
     ballot   ──► everyone's slice is summed: the step is decided        (before: nobody's parameters moved)
     apply    ──► each member updates its slice, unit by unit, with a journal
-    settle   ──► all slices are updated: the next forward may read them
+    wait     ──► all slices are updated: the next forward may read them
 
 A step is all or nothing. A member that dies before the decision takes the step with it. After it, the survivors
 finish what it left: its summed gradient is in shared memory, its journal says which unit it was in, and the undo copy
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torrential.comm.protocol import Comm, Handle, Part, Standing
+from torrential.comm.protocol import Agreement, Comm, Handle, Part
 from torrential.comm.shared import MAX_RANKS
 from torrential.optim.rates import Rates
-from torrential.params.home import Finished, Update, counts_steps, dtype_name, flat_gradient, gradients, state_keys
+from torrential.params.base import Finished, Update, counts_steps, dtype_name, flat_gradient, gradients, state_keys
 from torrential.params.layout import Bucket, Layout, Piece
 from torrential.task import OptimizerSpec
 
@@ -84,7 +84,7 @@ class SharedParameters:
         self._units: list[Unit] = []
         self._last: Update | None = None
         self._steps = 0
-        self._unsettled = False
+        self._others_may_update = False
 
     # -- a step -------------------------------------------------------------------------------------------------
     def reduce(self, bucket: Bucket) -> Handle:
@@ -115,7 +115,7 @@ class SharedParameters:
         self._run(self.comm.rank, self._units, update, self._summed)
         for index, used in enumerate(update.used):
             self.counts[index] += used
-        self._unsettled = True
+        self._others_may_update = True
 
     def _run(self, rank: int, units: list[Unit], update: Update, summed: dict[torch.dtype, Tensor]) -> None:
         """Update the slice of `rank`, from wherever its journal says it stopped."""
@@ -143,7 +143,7 @@ class SharedParameters:
         self._journal[rank, 1] = 0
 
     def _undo(self, rank: int, unit: Unit) -> list[Tensor]:
-        """Where the old contents of a unit are kept while it is being updated."""
+        """The memory that keeps the old contents of a unit while it is being updated."""
         dtype = unit.parameters[0].dtype
         copies = 1 + len(self._states[dtype])
         store = self.comm.buffer(f"undo/{dtype_name(dtype)}", copies * UNIT, dtype, rank=rank)
@@ -153,26 +153,26 @@ class SharedParameters:
             at += tensor.numel()
         return views
 
-    def settle(self) -> None:
-        if self._unsettled and len(self._members) > 1:
+    def wait_for_everybody(self) -> None:
+        if self._others_may_update and len(self._members) > 1:
             self.comm.barrier().wait()
-        self._unsettled = False
+        self._others_may_update = False
 
     # -- members come and go ------------------------------------------------------------------------------------
-    def regroup(self, standing: Standing) -> None:
-        if self.comm.rank == standing.source:
+    def regroup(self, agreement: Agreement) -> None:
+        if self.comm.rank == agreement.source:
             if self._members and self._last is not None:
                 self._finish_for_the_dead(self._members, self._last)
-            elif not self._members and standing.applied < 0:
+            elif not self._members and agreement.applied < 0:
                 self._fill_from_model()
-            for rank in standing.members:
+            for rank in agreement.members:
                 self._journal[rank] = self._steps, 0
         self.comm.barrier().wait()
-        self._steps = int(self._journal[standing.source, 0])
+        self._steps = int(self._journal[agreement.source, 0])
         for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
             parameter.data = entry.view(self._vectors[entry.dtype])
-        self._members = standing.members
-        self._unsettled = False
+        self._members = agreement.members
+        self._others_may_update = False
         self._last = None
 
     def rebuild(self) -> None:

@@ -11,24 +11,26 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from torrential.comm.protocol import Handle
-from torrential.params.home import Home, Update
+from torrential.params.base import CommonParameters, Update
 from torrential.params.layout import Bucket
 
 
 class Synchronized:
-    """What a strategy does with such parameters: sum gradients, vote, step."""
+    """Parameters that all members hold alike, as a strategy uses them: sum gradients, vote, step."""
 
-    def __init__(self, home: Home, reached: Callable[[], Sequence[bool]], clip_norm: float | None) -> None:
-        self._home, self._reached, self._clip_norm = home, reached, clip_norm
+    def __init__(
+        self, parameters: CommonParameters, reached: Callable[[], Sequence[bool]], clip_norm: float | None
+    ) -> None:
+        self._parameters, self._reached, self._clip_norm = parameters, reached, clip_norm
 
     def reduce(self, bucket: Bucket) -> Handle:
         """Start summing a bucket whose gradients are complete on this member."""
-        return self._home.reduce(bucket)
+        return self._parameters.reduce(bucket)
 
     def numbers(self) -> list[float]:
-        """For this member's vote, once all sums are here: its part of the squared norm of the summed gradient, and
-        which parameters its backward has reached."""
-        norm = 0.0 if self._clip_norm is None else self._home.square_norm()
+        """The numbers of this member's vote, once all sums are here: its part of the squared norm of the summed
+        gradient, and which parameters its backward has reached."""
+        norm = 0.0 if self._clip_norm is None else self._parameters.square_norm()
         return [norm, *map(float, self._reached())]
 
     def step(self, rate: float, numbers: Tensor, scale: float = 1.0) -> None:
@@ -37,4 +39,4 @@ class Synchronized:
         square, *reached = numbers.sum(0).tolist()
         if self._clip_norm is not None:
             scale = min(scale, self._clip_norm / (math.sqrt(square) + 1e-6))
-        self._home.apply(Update(rate, scale, tuple(members > 0 for members in reached)))
+        self._parameters.apply(Update(rate, scale, tuple(members > 0 for members in reached)))

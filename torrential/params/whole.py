@@ -1,7 +1,7 @@
 """What an optimizer is like that is run on whole tensors: found out by trying it on small ones of the model's kinds.
 
 torch's SGD, Adam, AdamW, Adagrad and RMSprop treat every element alike, so they may be run on any part of a flat vector
-(`state_keys` in params/home.py). Any other class, one's own above all, may look at shapes, at the other parameters, or
+(`state_keys` in params/base.py). Any other class, one's own above all, may look at shapes, at the other parameters, or
 at their order. It is given the model's trained parameters, in their order and in their shapes, and what else must hold
 for it to be cut, kept or resumed is not assumed but tried:
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from torrential.errors import BadInput, RunFailed
 from torrential.optim.rates import Rates
-from torrential.params.layout import Entry, Layout
+from torrential.params.layout import Layout, ParameterEntry
 from torrential.task import OptimizerSpec
 from torrential.usercode import failed
 
@@ -63,8 +63,8 @@ State = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Form:
-    """What is known of an optimizer over the tensors of a model."""
+class OptimizerTraits:
+    """The traits of an optimizer class over the tensors of a model, found in a trial."""
 
     elements: Mapping[int, tuple[str, ...]]  # by entry: states with one value for each of its elements
     numbers: Mapping[str, Number]  # states that are one number
@@ -81,14 +81,14 @@ class Form:
         return self.separable and self.per_parameter
 
     def names(self) -> list[str]:
-        """Of the states with one value for each element, over all tensors."""
+        """The names of the states with one value for each element, over all tensors."""
         return sorted({name for names in self.elements.values() for name in names})
 
 
-_found: dict[tuple[Any, ...], Form] = {}
+_found: dict[tuple[Any, ...], OptimizerTraits] = {}
 
 
-def form_of(spec: OptimizerSpec, layout: Layout, device_type: str = "cpu") -> Form:
+def form_of(spec: OptimizerSpec, layout: Layout, device_type: str = "cpu") -> OptimizerTraits:
     """Try the optimizer. Raises BadInput if it cannot train such tensors, or changes its learning rate by itself."""
     key = spec.kind, spec.lr, repr(sorted(spec.options.items())), spec.exempt, layout.entries, device_type
     if key not in _found:
@@ -97,12 +97,12 @@ def form_of(spec: OptimizerSpec, layout: Layout, device_type: str = "cpu") -> Fo
     return _found[key]
 
 
-def in_order(layout: Layout) -> list[Entry]:
+def in_order(layout: Layout) -> list[ParameterEntry]:
     """The entries as the model defines them, which is the order an optimizer is given its parameters in."""
     return list(reversed(layout.entries))
 
 
-def as_parameter(entry: Entry, tensor: Tensor) -> nn.Parameter:
+def as_parameter(entry: ParameterEntry, tensor: Tensor) -> nn.Parameter:
     """`tensor` in the place of the model's parameter, with the attributes that the model has given that one."""
     parameter = nn.Parameter(tensor)
     vars(parameter).update(entry.marks)
@@ -112,14 +112,16 @@ def as_parameter(entry: Entry, tensor: Tensor) -> nn.Parameter:
 class _Trial:
     """An optimizer on small tensors that stand for some of the model's, which begin alike in every trial."""
 
-    def __init__(self, spec: OptimizerSpec, entries: Sequence[Entry], device_type: str, size: float = 1.0) -> None:
+    def __init__(
+        self, spec: OptimizerSpec, entries: Sequence[ParameterEntry], device_type: str, size: float = 1.0
+    ) -> None:
         self._entries, self._device, self._size = entries, device_type, size  # `size`: of gradients
         self.parameters = [as_parameter(e, self._values(e, 0)) for e in entries]
         self.optimizer = spec.build(self.parameters, device_type, [e.name for e in entries])
         self._rates, self._base = Rates(self.optimizer, spec.lr), spec.lr
         self.seen = [self._keys()]  # of the state of each tensor: at first, and after every step
 
-    def _values(self, entry: Entry, number: int) -> Tensor:
+    def _values(self, entry: ParameterEntry, number: int) -> Tensor:
         random = torch.Generator().manual_seed(entry.index * (_STEPS + 1) + number)
         shape = [min(size, _MOST) for size in entry.shape]
         return torch.randn(shape, generator=random).to(self._device, entry.dtype)
@@ -142,7 +144,7 @@ class _Trial:
         self.step(_STEPS, last)
         return self
 
-    def states(self) -> Iterator[tuple[Entry, nn.Parameter, State]]:
+    def states(self) -> Iterator[tuple[ParameterEntry, nn.Parameter, State]]:
         for entry, parameter in zip(self._entries, self.parameters, strict=True):
             yield entry, parameter, self.optimizer.state[parameter]
 
@@ -155,7 +157,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=far, atol=far, equal_nan=True)
 
 
-def _try(spec: OptimizerSpec, entries: list[Entry], device_type: str) -> Form:
+def _try(spec: OptimizerSpec, entries: list[ParameterEntry], device_type: str) -> OptimizerTraits:
     before = torch.get_rng_state()
     try:
         together = _Trial(spec, entries, device_type).run()
@@ -165,7 +167,7 @@ def _try(spec: OptimizerSpec, entries: list[Entry], device_type: str) -> Form:
         raise BadInput(str(error)) from error
     except Exception as error:
         raise failed(f"{spec.kind.__name__} cannot train this model:", error) from error
-    return Form(
+    return OptimizerTraits(
         elements={e.index: tuple(k for k, v in s.items() if _of_elements(k, v, p)) for e, p, s in together.states()},
         numbers=_numbers(together),
         others=_others(together),
@@ -177,7 +179,7 @@ def _try(spec: OptimizerSpec, entries: list[Entry], device_type: str) -> Form:
     )
 
 
-def _outside(spec: OptimizerSpec, entries: list[Entry], device_type: str, together: _Trial) -> str | None:
+def _outside(spec: OptimizerSpec, entries: list[ParameterEntry], device_type: str, together: _Trial) -> str | None:
     """What its steps may depend on besides its state: a tensor that it keeps elsewhere, a number that changes there, or
     something not to be seen but by what it does."""
     first = _Trial(spec, entries, device_type)
@@ -261,7 +263,7 @@ def _inside(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         yield from _inside(f"{name}[{number if torch.is_tensor(key) else key!r}]", each, seen)
 
 
-def _separable(spec: OptimizerSpec, entries: list[Entry], device_type: str) -> bool:
+def _separable(spec: OptimizerSpec, entries: list[ParameterEntry], device_type: str) -> bool:
     for size in _SIZES:
         try:
             together = _Trial(spec, entries, device_type, size).run()

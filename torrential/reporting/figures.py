@@ -17,7 +17,7 @@ from torrential.reporting import series
 from torrential.reporting.marks import Figure, Key, Trace, entry_keys, outcome, safe, short, time_name, unbroken
 from torrential.study.results import Entry, Run, Study
 
-Works = dict[int, series.Work]  # by id() of the run
+Works = dict[int, series.StepColumns]  # by id() of the run
 
 PART_COLOURS = {"compute": "#0072B2", "communicate": "#E69F00", "wait": "#CC79A7"}
 PART_PATTERNS = {"compute": "", "communicate": "/", "wait": "."}
@@ -62,8 +62,8 @@ def _curves(curves: list[tuple[Run, series.Curve]], key: Key, against: str) -> l
         x, y = series.thin(curve, CURVE_POINTS)
         line = thick if len(curves) == 1 else {"color": key.colour, "width": 1}
         mode = "lines+markers" if len(x) == 1 or (len(curves) == 1 and len(x) <= 60) else "lines"
-        look = {"mode": mode, "line": line, "marker": {"size": 5}, "opacity": 1.0 if len(curves) == 1 else 0.45}
-        traces.append(common | {"x": short(x), "y": short(y)} | look)
+        style = {"mode": mode, "line": line, "marker": {"size": 5}, "opacity": 1.0 if len(curves) == 1 else 0.45}
+        traces.append(common | {"x": short(x), "y": short(y)} | style)
     if summary is not None:
         traces.append(common | {"mode": "lines", "x": short(grid), "y": short(middle), "line": thick})
     return traces
@@ -116,9 +116,9 @@ def _trial_points(entry: Entry, row: int, edge: float, key: Key) -> Trace:
     times = [edge if run.time_to_target is None else run.time_to_target for run in entry.runs]
     symbols = ["circle" if run.time_to_target is not None else "x" if run.finished else "x-open" for run in entry.runs]
     marker = {"color": key.colour, "size": 9, "symbol": symbols, "line": {"width": 1, "color": "#ffffff"}}
-    look = {"type": "scatter", "mode": "markers", "marker": marker, "text": texts, "cliponaxis": False}
+    style = {"type": "scatter", "mode": "markers", "marker": marker, "text": texts, "cliponaxis": False}
     hover = f"%{{text}}<extra>{safe(entry.name)}</extra>"
-    return look | {"x": short(times), "y": short(row + spread), "hovertemplate": hover}
+    return style | {"x": short(times), "y": short(row + spread), "hovertemplate": hover}
 
 
 def time_spent(study: Study, works: Works) -> Figure | None:
@@ -133,10 +133,10 @@ def time_spent(study: Study, works: Works) -> Figure | None:
     for part in series.PARTS:
         seconds = [mean[part] for mean in means]
         percent = [100 * mean[part] / (sum(mean.values()) or 1.0) for mean in means]
-        look = {"color": PART_COLOURS[part], "pattern": _pattern(part)}
+        style = {"color": PART_COLOURS[part], "pattern": _pattern(part)}
         traces.append(
             {"type": "bar", "orientation": "h", "name": part, "x": short(seconds), "y": list(range(len(rows))),
-             "width": 0.34, "marker": look, "customdata": short(percent),
+             "width": 0.34, "marker": style, "customdata": short(percent),
              "hovertemplate": f"{part} %{{x:,.4~r}} s, %{{customdata:.1f}} %<extra></extra>"}
         )  # fmt: skip
     labels = [_row_label(_spent_words(entry.name, mean), i)
@@ -151,7 +151,7 @@ def time_spent(study: Study, works: Works) -> Figure | None:
 
 
 def _pattern(part: str) -> dict[str, Any]:
-    """So that parts can be told apart without their colours."""
+    """The pattern of a part, so that parts are recognised without their colours."""
     return {"shape": PART_PATTERNS[part], "fillmode": "overlay", "fgcolor": "#ffffff", "solidity": 0.2, "size": 8}
 
 
@@ -162,7 +162,7 @@ def _spent_words(name: str, mean: dict[str, float]) -> str:
 
 
 def staleness(study: Study, works: Works) -> Figure | None:
-    """Nothing where no update was ever stale."""
+    """The figure of staleness; None where no update was ever stale."""
     totals = [sum((works[id(run)].updates.staleness for run in entry.runs), Counter[int]()) for entry in study.entries]
     if not any(value > 0 for total in totals for value in total):
         return None
@@ -188,7 +188,7 @@ def staleness(study: Study, works: Works) -> Figure | None:
 
 
 def _rows_layout(rows: int, title: str) -> dict[str, Any]:
-    """For horizontal bars with the names above them, which leaves a phone all its width for the bars."""
+    """The layout of horizontal bars with the names above them, which leaves a phone all its width for the bars."""
     return {
         "height": 80 + ROW_PIXELS * rows,
         "xaxis": {"title": {"text": title}, "rangemode": "tozero"},

@@ -59,7 +59,7 @@ def time_name(study: Study) -> str:
 
 
 def outcome(run: Run) -> str:
-    """Of a trial that had a target, in words."""
+    """The outcome of a trial that had a target, in words."""
     if run.time_to_target is not None:
         return f"{number(run.time_to_target)} {unit_of_time(run.config.get('world', ''))}"
     return "diverged" if run.diverged else "missed" if run.finished else "cut off"

@@ -47,8 +47,8 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One that the timeline can show."""
+class TimelineTrial:
+    """A trial that the timeline can show."""
 
     id: str
     name: str
@@ -111,8 +111,8 @@ def render(study: Study) -> str:
     )
 
 
-def figure_sections(study: Study, works: dict[int, series.Work]) -> list[Section]:
-    """In the page's order; what a study has no records for has no section."""
+def figure_sections(study: Study, works: dict[int, series.StepColumns]) -> list[Section]:
+    """The sections with figures, in the page's order; what a study has no records for has no section."""
     items = entry_keys(study)
     groups = keys((name for name, _ in scaling.scaling_groups(study)), "s")
     target = "" if study.target is None else metric_value(study.metric, study.target)
@@ -147,9 +147,9 @@ def figure_sections(study: Study, works: dict[int, series.Work]) -> list[Section
     return sections
 
 
-def timeline_trials(study: Study, works: dict[int, series.Work]) -> list[Trial]:
+def timeline_trials(study: Study, works: dict[int, series.StepColumns]) -> list[TimelineTrial]:
     bins = timeline_bins(study)
-    found: list[Trial] = []
+    found: list[TimelineTrial] = []
     for entry in study.entries:
         for run in entry.runs:
             figure = timeline(run, works[id(run)], bins)
@@ -158,12 +158,12 @@ def timeline_trials(study: Study, works: dict[int, series.Work]) -> list[Trial]:
                 more = len(run.events) - len(events)
                 changes = sum(event.worker is not None for event in run.events)
                 name = run.directory.name
-                found.append(Trial(f"t{len(found)}", name, entry.name, figure, events, changes, more))
+                found.append(TimelineTrial(f"t{len(found)}", name, entry.name, figure, events, changes, more))
     return found
 
 
 def sentence(study: Study, text: str) -> str:
-    """With a capital, unless it begins with the name of an entry."""
+    """The text with a capital letter, unless it begins with the name of an entry."""
     named = any(text.startswith(entry.name) for entry in study.entries)
     return (text if named else text[:1].upper() + text[1:]).replace("p = ", unbroken("p = ")) + "."
 

@@ -60,7 +60,7 @@ def _one_two_five(low: float, high: float) -> list[float]:
 
 
 def _values(entry: Entry, value: str) -> list[float]:
-    """Of its finished trials; a time that is missed is infinite."""
+    """The values of an entry's finished trials; a time that is missed is infinite."""
     if value == "time":
         return [math.inf if run.time_to_target is None else run.time_to_target for run in entry.finished]
     return [speed for run in entry.finished if (speed := samples_per_second(run)) is not None]

@@ -24,7 +24,7 @@ PRESENT = 0.1  # of a bin must be on record for a worker to have been there
 
 
 @dataclass(frozen=True)
-class Work:
+class StepColumns:
     """A run's step records by column, each made once, and what became of its updates."""
 
     worker: NDArray[np.int64]  # (records,) as are the next
@@ -51,13 +51,13 @@ class Updates:
     dropped: int
 
 
-def work(run: Run) -> Work:
+def work(run: Run) -> StepColumns:
     names = ("worker", "dropped", "time", *PARTS)
     values = chain.from_iterable(map(attrgetter(*names), run.steps))  # in one pass: there may be millions
     table = np.fromiter(values, np.float64, len(names) * len(run.steps)).reshape(-1, len(names))
     columns = dict(zip(names, np.ascontiguousarray(table.T), strict=True))
     worker, dropped = columns.pop("worker").astype(np.int64), columns.pop("dropped")
-    return Work(worker, columns.pop("time"), columns, _updates(run.steps, worker, dropped))
+    return StepColumns(worker, columns.pop("time"), columns, _updates(run.steps, worker, dropped))
 
 
 def _updates(steps: list[Step], worker: NDArray[np.int64], dropped: Floats) -> Updates:
@@ -92,7 +92,8 @@ def metric_curve(run: Run, against: str) -> Curve:
 
 
 def thin(curve: Curve, most: int) -> Curve:
-    """At most about `most` points: of each stretch its ends, its lowest and its highest, so that no spike is lost."""
+    """A thinner curve of at most about `most` points: the ends, the lowest and the highest of each stretch, so that no
+    spike is lost."""
     x, y = curve
     if len(x) <= most:
         return curve
@@ -127,21 +128,21 @@ def band(
     return grid, middle, low, high
 
 
-def seconds_spent(work: Work) -> dict[str, float]:
+def seconds_spent(work: StepColumns) -> dict[str, float]:
     """Computing, communicating and waiting, of the average worker."""
     workers = len(np.unique(work.worker)) or 1
     return {part: float(values.sum()) / workers for part, values in work.parts.items()}
 
 
 def shares_at_most(staleness: Counter[int]) -> Curve:
-    """For each staleness on record the share of updates that were at most as stale."""
+    """The share of updates that were at most as stale, for each staleness on record."""
     values = np.array(sorted(staleness), np.float64)
     counts = np.array([staleness[int(value)] for value in values], np.float64)
     return values, counts.cumsum() / counts.sum()
 
 
-def slowness(work: Work) -> dict[int, float]:
-    """How many times as long as the median worker's each one's computation of an update took.
+def slowness(work: StepColumns) -> dict[int, float]:
+    """The factor by which each worker's computation of an update took longer than the median worker's.
 
     Where updates are not counted by worker all take the same ones, so the share of time spent computing tells.
     """
@@ -168,7 +169,7 @@ class Activity:
         return next((i for i, workers in enumerate(self.rows) if worker in workers), None)
 
 
-def activity(work: Work, bins: int) -> Activity:
+def activity(work: StepColumns, bins: int) -> Activity:
     """The seconds that a record tells of are spread over the bins they lie in."""
     edges = np.linspace(0.0, work.seconds, bins + 1)
     count = int(work.worker.max()) + 1

@@ -14,7 +14,7 @@ import numpy as np
 
 from torrential.progress import byte_count, metric_value, number
 from torrential.reporting.marks import outcome, samples_per_second
-from torrential.reporting.series import Work, metric_curve
+from torrential.reporting.series import StepColumns, metric_curve
 from torrential.study import show
 from torrential.study.results import Entry, Run, Study, unit_of_time
 from torrential.study.tuning import best_value
@@ -31,7 +31,7 @@ class Table:
 
 
 def entries(study: Study, verdict: Verdict) -> Table:
-    """What the verdict was found from, as the terminal shows it."""
+    """The table from which the verdict was found, as the terminal shows it."""
     return Table(show.columns(study), [show.cells(study, row) for row in verdict.rows])
 
 
@@ -46,7 +46,7 @@ def pairs(verdict: Verdict) -> Table:
     return Table(["sooner here", "than", "times", "95 % CI", "p", "difference"], rows, words=2)
 
 
-def trials(study: Study, works: dict[int, Work]) -> Table:
+def trials(study: Study, works: dict[int, StepColumns]) -> Table:
     """One row per trial; a column that no trial has anything for is left out."""
     rows = [
         {"entry": entry.name, "trial": run.directory.name, "seed": str(run.manifest.seed)}
@@ -58,7 +58,7 @@ def trials(study: Study, works: dict[int, Work]) -> Table:
     return Table(columns, [[row[name] for name in columns] for row in rows], words=2)
 
 
-def _trial(study: Study, run: Run, work: Work) -> dict[str, str]:
+def _trial(study: Study, run: Run, work: StepColumns) -> dict[str, str]:
     summary, updates = run.summary, work.updates
     speed, total = samples_per_second(run), updates.staleness.total()
     mean = sum(value * times for value, times in updates.staleness.items()) / total if total else None
@@ -85,7 +85,7 @@ def _metric(study: Study, value: float) -> str:
 
 
 def tuning(study: Study) -> Table:
-    """What was tried on validation data, what it cost, and what was chosen."""
+    """The values that were tried on validation data, what they cost, and which were chosen."""
     found = ["reached the target", "median seconds", f"best validation {study.metric}"]
     return Table(["tried", "trials", *found, "worker-s", ""], [_tuned(study, entry) for entry in study.tuning])
 
@@ -139,7 +139,8 @@ def machines(study: Study) -> Table:
 
 
 def options(study: Study) -> tuple[Table, Table]:
-    """What all trials had in common, and what each entry had; values that changed from trial to trial are listed."""
+    """The options that all trials had in common, and those of each entry; values that changed from trial to trial are
+    listed."""
     configs = [[_named(_flat(run.config)) for run in entry.runs] for entry in study.entries]
     names = list(dict.fromkeys(name for entry in configs for config in entry for name in config))
     everywhere = {name: {config.get(name, "") for entry in configs for config in entry} for name in names}
@@ -154,7 +155,7 @@ def options(study: Study) -> tuple[Table, Table]:
 
 
 def _named(config: dict[str, str]) -> dict[str, str]:
-    """As they are called after --set; without seeds, which are with the trials."""
+    """The options as they are given after --set; without seeds, which are with the trials."""
     plain = {name: value for name, value in config.items() if name != "seed"}
     for section in SECTIONS:
         plain = {name.removeprefix(section): value for name, value in plain.items()}
@@ -162,7 +163,7 @@ def _named(config: dict[str, str]) -> dict[str, str]:
 
 
 def evaluations(study: Study) -> list[str]:
-    """How finely time is told."""
+    """The intervals between evaluations: times to the target are no finer than that."""
     found: dict[str, list[str]] = {}
     for entry in study.entries:
         gaps = [gap for run in entry.runs for gap in np.diff(metric_curve(run, "time")[0]) if gap > 0]

@@ -21,7 +21,7 @@ CELLS = 250_000  # of all timelines together
 SLOW = 2.0  # times as long per update as the median worker: a straggler
 
 
-def timeline(run: Run, work: series.Work, bins: int) -> Figure | None:
+def timeline(run: Run, work: series.StepColumns, bins: int) -> Figure | None:
     """Who computed when, with deaths and joins; a row per worker, or per block of workers where there are many."""
     if not run.steps:
         return None
@@ -68,7 +68,7 @@ def _worker_label(workers: range, factor: float) -> str:
 
 
 def _event_traces(events: list[Event], activity: series.Activity, above: float) -> list[Trace]:
-    """Those of a worker on its row, all others on a row of their own above."""
+    """The traces of events: those of a worker on its row, all others on a row of their own above."""
     kinds: dict[str, list[tuple[Event, float]]] = {}
     for event in events:
         row = None if event.worker is None else activity.row_of(event.worker)
@@ -93,7 +93,7 @@ def event_words(event: Event) -> str:
 
 
 def timeline_bins(study: Study) -> int:
-    """So that all timelines of a study stay within CELLS."""
+    """The number of bins with which all timelines of a study stay within CELLS."""
     rows = sum(
         min(series.MOST_ROWS, int(run.config.get("workers", 1))) for entry in study.entries for run in entry.runs
     )

@@ -5,8 +5,8 @@
 
 Letters of one server to another arrive in order, so what a replica has applied is a prefix of what the one before it
 has. When that one changes, or an operation is missing, the replica says so (Replicated with `empty`), gets a whole
-State and what comes after it, and hands the State on. Whatever a worker was told is done was then on all of them, so
-any can go on from what it has when those before it are gone.
+ShardState and what comes after it, and passes the ShardState on. Whatever was acknowledged to a worker was then on all
+of them, so any can go on from what it has when those before it are gone.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch import Tensor
 
 from torrential.comm.protocol import Mail
 from torrential.server.messages import Replicate, Replicated, Request
-from torrential.server.shard import Operation, Outcome, Result, Shard
+from torrential.server.shard import Outcome, Result, Shard, ShardOperation
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Operation).decode
+_decode = msgspec.msgpack.Decoder(ShardOperation).decode
 
 
 class Ask(NamedTuple):
-    """A request, and who made it."""
+    """A request and its tensors, with the worker that made it."""
 
     worker: int
     request: Request
     tensors: Sequence[Tensor]
 
 
-class Link:
+class ChainLink:
     def __init__(self, comm: Mail, start: int, stop: int, shard: Shard | None) -> None:
         self.start, self.stop = start, stop
         self.before: int | None = None  # addresses of its neighbours in the chain
@@ -42,8 +42,9 @@ class Link:
         self.current = shard is not None  # whether it can go on from what the one before it sends
         self.view = 0
         self.stable = 0 if shard is None else shard.number  # operations that are on all servers after this one
-        self.settled: Callable[[Ask, Outcome, Sequence[Tensor]], None] = _nobody
-        self.progressed: Callable[[], None] = _nothing  # more of it is on all replicas
+        # called at the head: when the outcome of a request is on all replicas, and when more operations are
+        self.on_replicated: Callable[[Ask, Outcome, Sequence[Tensor]], None] = _nobody
+        self.progressed: Callable[[], None] = _nothing
         self._comm, self._shard = comm, shard
         self._waiting: deque[tuple[int, Ask, Outcome, Sequence[Tensor]]] = deque()
 
@@ -56,13 +57,13 @@ class Link:
     def holds(self) -> bool:
         return self._shard is not None
 
-    def part(self, start: int, stop: int) -> Link:
-        link = Link(self._comm, start, stop, None if self._shard is None else self._shard.part(start, stop))
+    def part(self, start: int, stop: int) -> ChainLink:
+        link = ChainLink(self._comm, start, stop, None if self._shard is None else self._shard.part(start, stop))
         link.before, link.after, link.current, link.stable = self.before, self.after, self.current, self.stable
         return link
 
     def place(self, before: int | None, after: int | None, view: int) -> None:
-        """Where a new view puts it."""
+        """Take the place in the chain that a new view gives this server."""
         if before is not None and before != self.before:
             self.current = False
         self.before, self.after, self.view = before, after, view
@@ -85,8 +86,8 @@ class Link:
             yield self.after
 
     # -- at the head -------------------------------------------------------------------------------------------------
-    def commit(self, operation: Operation, tensors: Sequence[Tensor] = (), asks: Sequence[Ask] = ()) -> None:
-        """Apply it here and on all replicas; then the asks, one for each request it carries out, are settled."""
+    def commit(self, operation: ShardOperation, tensors: Sequence[Tensor] = (), asks: Sequence[Ask] = ()) -> None:
+        """Apply an operation here and on all replicas; then answer `asks`, one for each request it carries out."""
         shard = self.shard
         results = shard.apply(operation, tensors)
         if self.after is None:
@@ -94,20 +95,20 @@ class Link:
         else:
             self._pass_on(_encode(operation), tensors)
         for ask, result in zip(asks, results, strict=True):
-            self.settle(ask, result)
+            self.answer_when_replicated(ask, result)
 
-    def settle(self, ask: Ask, result: Result) -> None:
-        """As soon as all that was applied so far is on all replicas."""
+    def answer_when_replicated(self, ask: Ask, result: Result) -> None:
+        """Answer a request as soon as all that was applied so far is on all replicas."""
         number = self.shard.number
         if self.stable >= number:
-            self.settled(ask, *result)
+            self.on_replicated(ask, *result)
         else:
             self._waiting.append((number, ask, *result))
 
     # -- behind it ---------------------------------------------------------------------------------------------------
     def replicate(self, message: Replicate, tensors: Sequence[Tensor]) -> None:
         if not self.current:
-            return  # a State is on its way, and what comes after it
+            return  # a ShardState is on its way, and what comes after it
         if message.number > self.shard.number + 1:
             self.lapse()
         elif message.number == self.shard.number + 1:
@@ -132,7 +133,7 @@ class Link:
 
     # -- neighbours --------------------------------------------------------------------------------------------------
     def replicated(self, message: Replicated) -> None:
-        """What the one after this one says."""
+        """Take what the next server of the chain says about its operations."""
         if message.empty:
             if self.current:  # else as soon as this one is restored
                 self._fill()
@@ -140,7 +141,7 @@ class Link:
             self._advance(message.number)
 
     def _fill(self) -> None:
-        """Send the one after this one a State."""
+        """Send the next server of the chain a ShardState."""
         assert self.after is not None
         self._comm.post(self.after, *self.shard.state(self.view))
 
@@ -162,7 +163,7 @@ class Link:
             return
         while self._waiting and self._waiting[0][0] <= self.stable:
             _, ask, outcome, tensors = self._waiting.popleft()
-            self.settled(ask, outcome, tensors)
+            self.on_replicated(ask, outcome, tensors)
         self.progressed()
 
     def _acknowledge(self) -> None:

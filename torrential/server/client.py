@@ -1,4 +1,4 @@
-"""A worker's hand on the parameter server.
+"""A worker's client of the parameter servers.
 
     push ──► split by the view's table ──► one request to the head of each range ──► answers ──► the handle is done
                      ▲                                     │
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torrential.comm.protocol import Letter, Mail, role_name
 from torrential.errors import RunFailed, WaitedTooLong
-from torrential.server.cutting import Cutter, Part, Pieces
+from torrential.server.cutting import Cutter, Pieces, RangeRequest
 from torrential.server.messages import (
     LIFE_BITS,
     Add,
@@ -45,7 +45,7 @@ JOINING = -1  # the clock of a worker that has not begun; nothing waits for it, 
 
 
 class Answer(NamedTuple):
-    """What all servers together said."""
+    """The answer of all servers together."""
 
     version: int = 0  # updates applied, on the range with the fewest
     clock: int = 0  # completed by all workers, on the range furthest behind
@@ -58,7 +58,7 @@ class Answer(NamedTuple):
     finished: bool = False
     tensors: Sequence[Tensor] = ()  # what handlers returned, by range
     ahead: int = 0  # completed by all workers, on the range furthest ahead
-    rests: Sequence[bytes] = ()  # of copies, by range: see server/copies.py
+    metadata: Sequence[bytes] = ()  # of copies, by range: see server/copies.py
 
 
 class Client:
@@ -79,15 +79,15 @@ class Client:
         self.timeout, self._resend, self._overdue = timeout, resend, overdue
         self._cutter = Cutter(comm.view, numel)
         self._seq = comm.view.version << LIFE_BITS  # its next life will have seen a newer view
-        self._unanswered: dict[int, Pending] = {}  # by number, in ascending order
+        self._unanswered: dict[int, PendingRequest] = {}  # by number, in ascending order
         self._versions: dict[int, int] = {}  # of the parameters last read, by the start of the range
         self._marked = self._saved = 0  # the newest checkpoint that this worker has marked, and asked for
-        self._waited: Pending | None = None  # what the caller waits for, and so cannot be computing on
+        self._waited: PendingRequest | None = None  # what the caller waits for, and so cannot be computing on
         self._land()
 
     # -- parameters -------------------------------------------------------------------------------------------------
     def enter(self) -> int:
-        """Before a worker's first clock: from now on the others wait for it. Returns the clock to begin with."""
+        """Begin a worker's first clock: from now on the others wait for it. Returns the clock to begin with."""
         clock = self._read([], JOINING, everywhere=True).wait().ahead
         self._read([], clock, everywhere=True)  # ranges that are behind need not wait for this worker until then
         return clock
@@ -108,7 +108,7 @@ class Client:
         used: Sequence[int] | None = None,
         lease: int = 0,
         keys: Tensor | None = None,
-    ) -> Pending:
+    ) -> PendingRequest:
         """Through the server's optimizer, at the end of `clock`. With `keys` (int64) `gradient` holds values for these
         keys only; ascending keys are quickest. None: nothing to add, but the clock is completed."""
         return self._push(gradient, keys, None, clock, lr, scale, used, lease)
@@ -123,51 +123,54 @@ class Client:
         scale: float = 1.0,
         used: Sequence[int] | None = None,
         lease: int = 0,
-    ) -> Pending:
+    ) -> PendingRequest:
         """A push at the end of `clock` and the read that starts the next, in one round trip. Both are of everything,
         or of the same parts."""
         return self._push(gradient, None, into, clock, lr, scale, used, lease)
 
-    def pull(self, into: Tensor, *, clock: int, start: int = 0) -> Pending:
+    def pull(self, into: Tensor, *, clock: int, start: int = 0) -> PendingRequest:
         """The read that starts `clock`: parameters from key `start` on, as many as `into` has room for."""
         return self._read([(start, into)], clock)
 
-    def get(self, into: Tensor, *, start: int = 0) -> Pending:
+    def get(self, into: Tensor, *, start: int = 0) -> PendingRequest:
         """Read without waiting for anybody."""
         return self._read([(start, into)], JOINING)
 
-    def put(self, values: Pieces, *, clock: int = JOINING) -> Pending:
+    def put(self, values: Pieces, *, clock: int = JOINING) -> PendingRequest:
         return self._send(Put, {}, self._cutter.split(values), clock)
 
-    def add(self, values: Pieces, *, clock: int = JOINING, keys: Tensor | None = None) -> Pending:
+    def add(self, values: Pieces, *, clock: int = JOINING, keys: Tensor | None = None) -> PendingRequest:
         if keys is None:
             return self._send(Add, {}, self._cutter.split(values), clock)
         return self._send(Add, {"keys": True}, self._cutter.split_keys(values, keys), clock)
 
     # -- the rest ---------------------------------------------------------------------------------------------------
-    def take(self, count: int, *, clock: int = JOINING, after: int = 0) -> Pending:
+    def take(self, count: int, *, clock: int = JOINING, after: int = 0) -> PendingRequest:
         """The next samples to train on: Answer.indices of the epoch's order, to be named in the push as `lease`. Waits
         until `after` updates have been applied."""
         return self._send(
-            Take, {"count": count, "after": after}, [Part(self._cutter.view.version, self._cutter.view.table[0])], clock
+            Take,
+            {"count": count, "after": after},
+            [RangeRequest(self._cutter.view.version, self._cutter.view.table[0])],
+            clock,
         )
 
-    def save(self, into: Sequence[Tensor]) -> Pending:
+    def save(self, into: Sequence[Tensor]) -> PendingRequest:
         """A checkpoint: all parameters, and each of the optimizer's states, as they are at one moment of training, into
-        vectors of full length; Answer.rests has the rest. One worker at a time does this, and no other needs to know:
-        what it has sent by the time it hears of it belongs to the checkpoint (server/copies.py). A worker that has
-        left asks for the last one; it does not know of those that others have asked for since."""
+        vectors of full length; Answer.metadata has the rest. One worker at a time does this, and no other needs to
+        know: what it has sent by the time it hears of it belongs to the checkpoint (server/copies.py). A worker that
+        has left asks for the last one; it does not know of those that others have asked for since."""
         left = self.comm.address not in self.comm.view.workers
         self._saved = max(self._saved, self._marked, LAST if left else 0) + 1
         parts = self._cutter.cut([(0, self.numel)] * len(into), (), into)
         return self._send(Save, {"number": self._saved}, parts, JOINING)
 
-    def complain(self, pending: Pending, waited: float) -> None:
-        """For whoever waits by looking now and then: the servers are asked whom they wait for."""
+    def complain(self, pending: PendingRequest, waited: float) -> None:
+        """Ask the servers whom a request waits for; for callers that poll instead of waiting."""
         self._complain(pending, waited, self._overdue)
 
-    def forget(self, pending: Pending) -> None:
-        """Nobody will wait for its answer any more."""
+    def forget(self, pending: PendingRequest) -> None:
+        """Give up a request: nobody will wait for its answer any more."""
         self._unanswered.pop(pending.seq, None)
 
     def call(
@@ -177,13 +180,13 @@ class Client:
         values: Pieces | None = None,
         *,
         clock: int = JOINING,
-    ) -> Pending:
+    ) -> PendingRequest:
         """Run a handler that the servers know by this name on every range (with `values`: on those they touch)."""
         parts = self._cutter.everywhere() if values is None else self._cutter.split(values)
         return self._send(Call, {"name": name, "options": dict(options or {})}, parts, clock)
 
     def wait(self, timeout: float | None = None) -> None:
-        """For everything that is unanswered."""
+        """Wait for everything that is unanswered."""
         while self._unanswered:
             next(iter(self._unanswered.values())).wait(timeout)
 
@@ -198,7 +201,7 @@ class Client:
         scale: float,
         used: Sequence[int] | None,
         lease: int,
-    ) -> Pending:
+    ) -> PendingRequest:
         options: dict[str, Any] = {"lr": lr, "scale": scale}
         if used is not None:
             options["used"] = tuple(used)
@@ -214,13 +217,15 @@ class Client:
             parts = self._cutter.split(gradient, into)
         return self._send(Push, options, parts, clock)
 
-    def _read(self, wanted: Sequence[tuple[int, Tensor]], clock: int, everywhere: bool = False) -> Pending:
+    def _read(self, wanted: Sequence[tuple[int, Tensor]], clock: int, everywhere: bool = False) -> PendingRequest:
         parts = self._cutter.everywhere() if everywhere else self._cutter.split(wanted, reading=True)
         return self._send(Pull, {}, parts, clock)
 
-    def _send(self, kind: type[Request], options: dict[str, Any], parts: list[Part], clock: int) -> Pending:
+    def _send(
+        self, kind: type[Request], options: dict[str, Any], parts: list[RangeRequest], clock: int
+    ) -> PendingRequest:
         self._seq += 1
-        pending = Pending(self, self._seq, kind, options, clock)
+        pending = PendingRequest(self, self._seq, kind, options, clock)
         if parts:
             self._unanswered[self._seq] = pending
         for part in parts:
@@ -228,7 +233,7 @@ class Client:
             self._post(pending, part)
         return pending
 
-    def _post(self, pending: Pending, part: Part) -> None:
+    def _post(self, pending: PendingRequest, part: RangeRequest) -> None:
         options = pending.options
         if pending.kind is Push:
             if part.version is None:
@@ -246,7 +251,7 @@ class Client:
         self.comm.post(part.server, part.message, part.tensors)
 
     # -- answers ----------------------------------------------------------------------------------------------------
-    def _wait(self, pending: Pending, timeout: float | None) -> None:
+    def _wait(self, pending: PendingRequest, timeout: float | None) -> None:
         self._waited = pending
         try:
             self._read_until(pending, timeout)
@@ -255,7 +260,7 @@ class Client:
             if pending.parts:
                 self._land()
 
-    def _read_until(self, pending: Pending, timeout: float | None) -> None:
+    def _read_until(self, pending: PendingRequest, timeout: float | None) -> None:
         comm, limit = self.comm, self.timeout if timeout is None else timeout
         began = sent = comm.now()
         pause = limit if self._resend is None else min(limit, self._resend)
@@ -277,7 +282,7 @@ class Client:
                 pause = min(pause, self._resend)
 
     def _land(self) -> None:
-        """Whatever is coming in by an earlier word lands in memory of its own."""
+        """Tell the mail where answers are to land; what is coming in by an earlier call lands in memory of its own."""
         if not self.comm.shares_memory:
             self.comm.land(self._place)
 
@@ -290,7 +295,7 @@ class Client:
         part = pending.parts.get(message.start)
         return part.into or None if part is not None and part.view == message.view else None
 
-    def _complain(self, pending: Pending, waited: float, overdue: Callable[[int, float], None] | None) -> None:
+    def _complain(self, pending: PendingRequest, waited: float, overdue: Callable[[int, float], None] | None) -> None:
         if overdue is None:
             part = next(iter(pending.parts.values()))
             what = f"to answer a {pending.kind.__name__} of parameters from {part.start} on"
@@ -354,7 +359,7 @@ class Client:
                 parts = (
                     self._cutter.cut(part.spans, part.tensors, part.into, part.keys)
                     if part.spans
-                    else [Part(view.version, r)]
+                    else [RangeRequest(view.version, r)]
                 )
                 for anew in parts:
                     anew.version = part.version
@@ -367,14 +372,14 @@ class Client:
                 self.comm.post(part.server, part.message, part.tensors)
 
 
-class Pending:
+class PendingRequest:
     """The handle of a request."""
 
     __slots__ = ("answer", "answers", "client", "clock", "kind", "options", "parts", "refused", "seq")
 
     def __init__(self, client: Client, seq: int, kind: type[Request], options: dict[str, Any], clock: int) -> None:
         self.client, self.seq, self.kind, self.options, self.clock = client, seq, kind, options, clock
-        self.parts: dict[int, Part] = {}  # unanswered, by the start of the range
+        self.parts: dict[int, RangeRequest] = {}  # unanswered, by the start of the range
         self.answers: list[tuple[Done, Sequence[Tensor]]] = []
         self.answer: Answer | None = None
         self.refused: str | None = None
@@ -401,12 +406,12 @@ class Pending:
         if len(answers) > 1:
             answers.sort(key=lambda answer: answer[0].start)
         first, tensors = answers[0]
-        version, clock, ahead, rests = first.version, first.clock, first.clock, [first.rest]
+        version, clock, ahead, metadata = first.version, first.clock, first.clock, [first.metadata]
         if len(answers) > 1:
             version, clock = min(done.version for done, _ in answers), min(done.clock for done, _ in answers)
             ahead = max(done.clock for done, _ in answers)
             tensors = [tensor for _, tensors in answers for tensor in tensors]
-            rests = [done.rest for done, _ in answers]
+            metadata = [done.metadata for done, _ in answers]
         return Answer(
             version,
             clock,
@@ -419,5 +424,5 @@ class Pending:
             first.finished,
             tensors,
             ahead,
-            rests if first.rest else (),
+            metadata if first.metadata else (),
         )

@@ -30,6 +30,9 @@ ALWAYS = -(1 << 62)
 
 @dataclass(frozen=True)
 class Consistency:
+    """When a worker may read, by clocks: `staleness` 0 is bulk synchronous, None asynchronous. With `first` = N a
+    clock is complete with its first N pushes."""
+
     staleness: int | None = 0
     first: int | None = None
 
@@ -48,7 +51,7 @@ class Consistency:
         return self.staleness == 0
 
     def needs(self, clock: int) -> int:
-        """How many clocks must be completed before a read at `clock`."""
+        """The number of clocks that must be completed before a read at `clock`."""
         return ALWAYS if self.staleness is None else clock - self.staleness
 
     def may_read(self, clock: int, completed: int) -> bool:

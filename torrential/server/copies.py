@@ -29,15 +29,15 @@ import msgspec
 from torch import Tensor
 
 from torrential.comm.protocol import Mail
-from torrential.server.chain import Ask, Link
-from torrential.server.dealer import Dealer, Hand
+from torrential.server.chain import Ask, ChainLink
+from torrential.server.dealer import Dealer, Lease
 from torrential.server.messages import Mark, Marking, Save
 from torrential.server.optimizer import Scalars
-from torrential.server.shard import Asked, Operation, Outcome, Shard
+from torrential.server.shard import Outcome, RequestInfo, Shard, ShardOperation
 
 
 class Saved(msgspec.Struct, array_like=True):
-    """What is in a copy besides vectors."""
+    """The metadata of a range's copy: everything but its vectors."""
 
     start: int
     stop: int
@@ -47,9 +47,9 @@ class Saved(msgspec.Struct, array_like=True):
     dealer: Dealer | None
 
 
-def joined(rests: Iterable[bytes], numel: int) -> Saved | None:
-    """Of all ranges together; None if a copy is lost."""
-    found = [msgspec.msgpack.decode(rest, type=Saved) for rest in rests if rest]
+def join_copies(metadata: Iterable[bytes], numel: int) -> Saved | None:
+    """The metadata of all ranges' copies as one; None if a copy is lost."""
+    found = [msgspec.msgpack.decode(each, type=Saved) for each in metadata if each]
     stops = [0, *(saved.stop for saved in found)]
     if [saved.start for saved in found] != stops[:-1] or stops[-1] != numel or len({s.cut for s in found}) > 1:
         return None
@@ -64,14 +64,18 @@ class _Copy:
         self.number, self.cut = number, cut
         self.awaited = set(awaited)  # workers that have not marked
         self.marked: set[int] = set()
-        self.undone: list[Hand] = []  # samples of updates that are not in it
+        self.undone: list[Lease] = []  # samples of updates that are not in the copy
         self.shard: Shard | None = None
-        self.rest = b""  # of a complete one
+        self.metadata = b""  # an encoded Saved, once the copy is complete
 
 
 class Copies:
     def __init__(
-        self, comm: Mail, link: Link, aggregates: bool, answer: Callable[[Ask, Outcome, Sequence[Tensor], bytes], None]
+        self,
+        comm: Mail,
+        link: ChainLink,
+        aggregates: bool,
+        answer: Callable[[Ask, Outcome, Sequence[Tensor], bytes], None],
     ) -> None:
         self._comm, self._link, self._aggregates, self._answer = comm, link, aggregates, answer
         self._announced, self._cut = 0, -1
@@ -81,7 +85,7 @@ class Copies:
 
     @property
     def number(self) -> int:
-        """Of the newest checkpoint that this head has heard of."""
+        """The number of the newest checkpoint that this head has heard of."""
         return max(self._announced, self._link.shard.marked)
 
     def awaited(self) -> set[int]:
@@ -104,7 +108,7 @@ class Copies:
                 self._comm.post(worker, Marking(number=request.number, cut=self._cut))
         same = ask.worker, request.seq  # perhaps addressed by a newer view: the answer has to name that
         self._saves = [other for other in self._saves if (other.worker, other.request.seq) != same] + [ask]
-        self.look(counted)
+        self.answer_if_complete(counted)
 
     def mark(self, ask: Ask, counted: Collection[int]) -> None:
         request = ask.request
@@ -112,14 +116,14 @@ class Copies:
         if request.number > self._link.shard.marked and (request.cut >= 0 or not self._aggregates):
             self._begin(request.number, request.cut, counted, (ask,))
         else:
-            self._link.settle(ask, (Outcome(self._link.shard.version), ()))
+            self._link.answer_when_replicated(ask, (Outcome(self._link.shard.version), ()))
         if self._copy is not None and self._copy.number == request.number:
             self._copy.marked.add(ask.worker)
             self._copy.awaited.discard(ask.worker)
-        self.look(counted)
+        self.answer_if_complete(counted)
 
     # -- what happens to the range ------------------------------------------------------------------------------------
-    def follow(self, operation: Operation, tensors: Sequence[Tensor]) -> None:
+    def follow(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> None:
         """One worker's update is about to be applied to the range."""
         copy, dealer = self._copy, self._link.shard.dealer
         assert copy is not None and copy.shard is not None
@@ -138,12 +142,12 @@ class Copies:
             self._answer_all()
 
     def gone(self, workers: Collection[int]) -> None:
-        """They may still ask for a copy: the last one is, by a worker that has left."""
+        """Stop waiting for the marks of workers that are gone. One that has left may still ask for the last copy."""
         if self._copy is not None:
             self._copy.awaited.difference_update(workers)
 
-    def look(self, counted: Collection[int]) -> None:
-        """Whether a copy is complete by now, or can be made at once because nobody is there to change anything."""
+    def answer_if_complete(self, counted: Collection[int]) -> None:
+        """Answer the requests for a copy if it is complete, or can be made at once because no worker is there."""
         newest = max((ask.request.number for ask in self._saves), default=0)  # type: ignore[attr-defined]
         waits = self._copy is not None and self._copy.number == newest and self._copy.shard is None
         if not counted and (newest > self._link.shard.marked or waits):
@@ -164,8 +168,8 @@ class Copies:
             self._complete(copy)
         elif cut < shard.closed:
             self._copy = None  # too late
-        asked = tuple(Asked(a.worker, a.request.seq, a.request.floor, a.request.clock) for a in asks)
-        self._link.commit(Operation("mark", asked, number=number), (), asks)
+        asked = tuple(RequestInfo(a.worker, a.request.seq, a.request.floor, a.request.clock) for a in asks)
+        self._link.commit(ShardOperation("mark", asked, number=number), (), asks)
 
     def _make(self, copy: _Copy) -> None:
         shard = self._link.shard
@@ -178,7 +182,7 @@ class Copies:
         saved = None if dealer is None else dealer.saved(copy.undone)
         cut = copy.cut if self._aggregates else 0
         whole = Saved(shard.start, shard.stop, shard.version, cut, shard.optimizer.scalars(), saved)
-        copy.rest = msgspec.msgpack.encode(whole)
+        copy.metadata = msgspec.msgpack.encode(whole)
 
     def _answer_all(self) -> None:
         waiting, self._saves = self._saves, []
@@ -187,12 +191,12 @@ class Copies:
 
     def _answer_one(self, ask: Ask) -> None:
         number, marked, copy = ask.request.number, self._link.shard.marked, self._copy  # type: ignore[attr-defined]
-        if copy is not None and copy.number == number and copy.rest:
+        if copy is not None and copy.number == number and copy.metadata:
             assert copy.shard is not None
             store = copy.shard.store
             vectors = [store.parameters, *store.states.values()]
             tensors = [v[first:last] for v, (first, last) in zip(vectors, ask.request.spans, strict=True)]
-            self._answer(ask, Outcome(copy.shard.version), tensors, copy.rest)
+            self._answer(ask, Outcome(copy.shard.version), tensors, copy.metadata)
         elif number < marked or (number == marked and (copy is None or copy.number != number)):
             self._answer(ask, Outcome(), (), b"")
         else:

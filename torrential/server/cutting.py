@@ -22,8 +22,8 @@ from torrential.server.ring import find
 Pieces = Tensor | Sequence[tuple[int, Tensor]]  # the whole vector, or flat parts of it with the keys they begin at
 
 
-class Part:
-    """What of a request is for one range."""
+class RangeRequest:
+    """The part of a request that is for one range."""
 
     __slots__ = ("into", "keys", "message", "moved", "server", "spans", "start", "stop", "tensors", "version", "view")
 
@@ -42,10 +42,10 @@ class Cutter:
         self.view, self.numel = view, numel
         self._pieces = WeakTensorKeyDictionary()  # of tensors that were cut, as long as the caller keeps them
 
-    def everywhere(self) -> list[Part]:
+    def everywhere(self) -> list[RangeRequest]:
         return self.cut([(0, self.numel)], (), ())
 
-    def split(self, pieces: Pieces | None, into: Tensor | None = None, reading: bool = False) -> list[Part]:
+    def split(self, pieces: Pieces | None, into: Tensor | None = None, reading: bool = False) -> list[RangeRequest]:
         if pieces is None:
             return self.cut([(0, self.numel)], (), () if into is None else [into])
         if isinstance(pieces, Tensor):
@@ -58,7 +58,7 @@ class Cutter:
             return self.cut(spans, tensors, ())
         return self.cut(spans, tensors, [into] if len(spans) == 1 else [into[a:b] for a, b in spans])
 
-    def split_keys(self, values: Pieces, keys: Tensor, everywhere: bool = False) -> list[Part]:
+    def split_keys(self, values: Pieces, keys: Tensor, everywhere: bool = False) -> list[RangeRequest]:
         assert isinstance(values, Tensor)
         if keys.numel() != values.numel():
             raise BadInput(f"{values.numel()} values do not fit {keys.numel()} keys; give one value for each key")
@@ -71,17 +71,17 @@ class Cutter:
 
     def cut(
         self, spans: Sequence[Span], tensors: Sequence[Tensor], into: Sequence[Tensor], keys: bool = False
-    ) -> list[Part]:
-        """By the table. `tensors` and `into` are empty or go with the spans, except that with `keys` there are the
-        values and the keys."""
+    ) -> list[RangeRequest]:
+        """Cut a request by the table of ranges. `tensors` and `into` are empty or go with the spans, except that with
+        `keys` there are the values and the keys."""
         table, version = self.view.table, self.view.version
         if len(table) == 1 and len(spans) == 1 and not keys and 0 <= spans[0][0] < spans[0][1] <= self.numel:
             size = spans[0][1] - spans[0][0]
-            part = Part(version, table[0])
+            part = RangeRequest(version, table[0])
             part.spans = (spans[0],)
             part.tensors, part.into = [_piece(t, 0, size) for t in tensors], [_piece(t, 0, size) for t in into]
             return [part]
-        parts: dict[int, Part] = {}
+        parts: dict[int, RangeRequest] = {}
         if keys and len(table) > 1:
             tensors = _ascending(*tensors)
         for i, (first, last) in enumerate(spans):
@@ -94,7 +94,7 @@ class Cutter:
                 r = table[at]
                 stop = min(last, r.stop)
                 found = parts.get(r.start)
-                part = parts[r.start] = Part(version, r) if found is None else found
+                part = parts[r.start] = RangeRequest(version, r) if found is None else found
                 part.spans += ((first, stop),)
                 if keys:
                     part.keys, part.tensors = True, list(tensors)
@@ -109,9 +109,9 @@ class Cutter:
         return list(parts.values())
 
     def _pieces_of(self, tensor: Tensor) -> Mapping[Span, Tensor]:
-        found: Kept | None = self._pieces.get(tensor)
+        found: SliceCache | None = self._pieces.get(tensor)
         if found is None or found.whole.data_ptr() != tensor.data_ptr():
-            found = self._pieces[tensor] = Kept(tensor)
+            found = self._pieces[tensor] = SliceCache(tensor)
         return found
 
 
@@ -119,8 +119,8 @@ def _piece(tensor: Tensor, first: int, last: int) -> Tensor:
     return tensor if last - first == tensor.numel() else tensor[first:last]
 
 
-class Kept(dict[Span, Tensor]):
-    """Of one tensor. Kept, since workers send and read the same ones again and again."""
+class SliceCache(dict[Span, Tensor]):
+    """The slices of one tensor by span, kept because workers send and read the same ones again and again."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.whole = tensor.data  # neither the tensor nor a view of it, which would never be let go of

@@ -24,8 +24,8 @@ import msgspec
 from torrential.data.deal import part
 
 
-class Hand(msgspec.Struct, frozen=True, array_like=True):
-    """Samples [first, last) of an epoch's order, in the hands of a worker."""
+class Lease(msgspec.Struct, frozen=True, array_like=True):
+    """Samples [first, last) of an epoch's order, leased to a worker."""
 
     worker: int
     epoch: int
@@ -43,8 +43,8 @@ class Dealer(msgspec.Struct):
     cursor: int = 0
     dealt: int = 0  # for clocks below this one; at later ones nobody has samples yet
     lease: int = 0  # the last one's number
-    leases: dict[int, Hand] = {}
-    returned: list[Hand] = []
+    leases: dict[int, Lease] = {}
+    returned: list[Lease] = []
     used: dict[int, int] = {}  # samples that updates were made of, by epoch
 
     def ready(self) -> bool:
@@ -55,18 +55,19 @@ class Dealer(msgspec.Struct):
         """Whether all samples of all epochs have been used."""
         return not self.ready() and not self.leases
 
-    def deal(self, worker: int, count: int) -> tuple[int, Hand]:
+    def deal(self, worker: int, count: int) -> tuple[int, Lease]:
         """A lease's number, and the samples: `count` of them, or as many as the epoch has left."""
         assert self.ready() and count > 0
         if not self.returned:
             return self._lease(self._next(worker, min(count, self.samples - self.cursor)))
-        hand = self.returned.pop(0)
-        if hand.last - hand.first > count:
-            self.returned.insert(0, Hand(-1, hand.epoch, hand.first + count, hand.last))
-        return self._lease(Hand(worker, hand.epoch, hand.first, min(hand.last, hand.first + count)))
+        held = self.returned.pop(0)
+        if held.last - held.first > count:
+            self.returned.insert(0, Lease(-1, held.epoch, held.first + count, held.last))
+        return self._lease(Lease(worker, held.epoch, held.first, min(held.last, held.first + count)))
 
-    def deal_together(self, workers: Sequence[int], count: int) -> list[tuple[int, Hand]]:
-        """To each of the workers, what was given back first; some may get nothing (lease 0) at the end of an epoch."""
+    def deal_together(self, workers: Sequence[int], count: int) -> list[tuple[int, Lease]]:
+        """Deal to each of the workers, first what was given back; some may get nothing (lease 0) at the end of an
+        epoch."""
         dealt = []
         workers = list(workers)
         while self.returned and workers:
@@ -78,57 +79,57 @@ class Dealer(msgspec.Struct):
             if first < last:
                 dealt.append(self._lease(self._next(worker, last - first)))
             else:
-                dealt.append((0, Hand(worker, epoch, at, at)))
+                dealt.append((0, Lease(worker, epoch, at, at)))
         return dealt
 
-    def _next(self, worker: int, count: int) -> Hand:
-        hand = Hand(worker, self.epoch, self.cursor, self.cursor + count)
+    def _next(self, worker: int, count: int) -> Lease:
+        held = Lease(worker, self.epoch, self.cursor, self.cursor + count)
         self.cursor += count
         if self.cursor == self.samples:
             self.epoch, self.cursor = self.epoch + 1, 0
-        return hand
+        return held
 
-    def _lease(self, hand: Hand) -> tuple[int, Hand]:
+    def _lease(self, held: Lease) -> tuple[int, Lease]:
         self.lease += 1
-        self.leases[self.lease] = hand
-        return self.lease, hand
+        self.leases[self.lease] = held
+        return self.lease, held
 
     def complete(self, lease: int) -> None:
         """An update was made of these samples."""
-        hand = self.leases.pop(lease, None)
-        if hand is not None:
-            self.used[hand.epoch] = self.used.get(hand.epoch, 0) + hand.last - hand.first
+        held = self.leases.pop(lease, None)
+        if held is not None:
+            self.used[held.epoch] = self.used.get(held.epoch, 0) + held.last - held.first
 
     def give_back(self, lease: int) -> None:
-        hand = self.leases.pop(lease, None)
-        if hand is not None:
-            self.returned.append(hand)
+        held = self.leases.pop(lease, None)
+        if held is not None:
+            self.returned.append(held)
             self.returned.sort(key=lambda h: (h.epoch, h.first))
 
     def forget(self, workers: Collection[int]) -> None:
         """Take back what these hold."""
-        for lease in [number for number, hand in self.leases.items() if hand.worker in workers]:
+        for lease in [number for number, held in self.leases.items() if held.worker in workers]:
             self.give_back(lease)
 
-    def saved(self, undone: Collection[Hand] = ()) -> Dealer:
+    def saved(self, undone: Collection[Lease] = ()) -> Dealer:
         """A copy in which nothing is leased, and no update was made of the samples in `undone`. What was dealt last is
         then as if it had not been, so that it is dealt again in the same batches."""
         copy = msgspec.convert(msgspec.to_builtins(self), Dealer)
-        for hand in undone:
-            copy.used[hand.epoch] -= hand.last - hand.first
+        for held in undone:
+            copy.used[held.epoch] -= held.last - held.first
         copy.returned.extend(undone)
         copy.forget(copy.holders())
         copy.returned.sort(key=lambda h: (h.epoch, h.first))
         while copy.returned:
-            hand = copy.returned[-1]
-            if (hand.epoch, hand.last) != (
+            held = copy.returned[-1]
+            if (held.epoch, held.last) != (
                 (copy.epoch, copy.cursor) if copy.cursor else (copy.epoch - 1, copy.samples)
             ):
                 break
             copy.returned.pop()
-            copy.epoch, copy.cursor = hand.epoch, hand.first
+            copy.epoch, copy.cursor = held.epoch, held.first
         copy.dealt = copy.lease = 0
         return copy
 
     def holders(self) -> set[int]:
-        return {hand.worker for hand in self.leases.values()}
+        return {held.worker for held in self.leases.values()}

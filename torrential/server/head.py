@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from torrential.comm.protocol import Mail
-from torrential.server.chain import Ask, Link
+from torrential.server.chain import Ask, ChainLink
 from torrential.server.consistency import Consistency
 from torrential.server.copies import Copies
 from torrential.server.messages import (
@@ -36,12 +36,12 @@ from torrential.server.messages import (
     Take,
 )
 from torrential.server.objections import objection
-from torrential.server.shard import Asked, Operation, Outcome
+from torrential.server.shard import Outcome, RequestInfo, ShardOperation
 from torrential.server.sums import Clock, operands
 
 
 class Head:
-    def __init__(self, comm: Mail, link: Link, consistency: Consistency) -> None:
+    def __init__(self, comm: Mail, link: ChainLink, consistency: Consistency) -> None:
         self._comm, self._link, self._consistency = comm, link, consistency
         self.shard = link.shard  # a link gets another one only from a head
         self._aggregates = consistency.aggregates
@@ -65,7 +65,7 @@ class Head:
             Take: self._take,
             Mark: lambda ask: self._copies.mark(ask, self._done),
         }
-        link.settled, link.progressed = self._settled, self._close
+        link.on_replicated, link.progressed = self._on_replicated, self._close
 
     @property
     def completed(self) -> int:
@@ -78,18 +78,18 @@ class Head:
         shard, before = self.shard, self._workers
         self._workers = frozenset(workers)
         if begin:
-            self._link.commit(Operation("meet", workers=tuple(sorted(workers)), number=shard.closed))
+            self._link.commit(ShardOperation("meet", workers=tuple(sorted(workers)), number=shard.closed))
         known = before | shard.clocks.keys() | (shard.dealer.holders() if shard.dealer is not None else set())
         self._forget(known - self._workers, self._link.view)  # whoever comes back has seen a later one
         self._done = {worker: max(clock.least(), self._done.get(worker, 0)) for worker, clock in shard.clocks.items()}
         self._count()
         self._ahead = {worker for worker, done in self._done.items() if done > shard.closed}
-        self._look()
+        self._proceed()
 
     def _forget(self, gone: Collection[int], life: int) -> None:
         """Workers that are gone, or whose place another has taken; the next life of each is this one or a later."""
         if gone:
-            self._link.commit(Operation("forget", workers=tuple(sorted(gone)), number=life))
+            self._link.commit(ShardOperation("forget", workers=tuple(sorted(gone)), number=life))
         for clock in self._open.values():
             clock.forget(gone)
         tables: list[dict[int, Any]] = [*self._takes.values(), self._done]
@@ -99,12 +99,12 @@ class Head:
         self._ahead.difference_update(gone)
         self._copies.gone(gone)
 
-    def _look(self) -> None:
-        """Whether anything can go on."""
+    def _proceed(self) -> None:
+        """Let whatever waits here go on, if it can by now."""
         self._close()
         self._release()
         self._deal()
-        self._copies.look(self._done)
+        self._copies.answer_if_complete(self._done)
 
     def waits_for(self) -> Iterator[int]:
         """Workers without whom something that waits here cannot go on."""
@@ -126,7 +126,7 @@ class Head:
     def _meet(self, worker: int) -> None:
         if self._copies.number:
             self._comm.post(worker, Marking(number=self._copies.number))
-        self._link.commit(Operation("meet", workers=(worker,), number=self.completed))
+        self._link.commit(ShardOperation("meet", workers=(worker,), number=self.completed))
         self._done[worker] = self.completed
         self._count()
 
@@ -159,7 +159,7 @@ class Head:
             return  # a late copy of something that was answered
         result = shard.answered(worker, request.seq)
         if result is not None:
-            self._link.settle(ask, result)
+            self._link.answer_when_replicated(ask, result)
             return
         reason = objection(shard, ask)
         if reason is not None:
@@ -191,15 +191,15 @@ class Head:
         kind = type(request).__name__.lower()
         options = {"name": request.name, "options": request.options} if kind == "call" else {}
         keys = getattr(request, "keys", False)
-        self._apply(Operation(kind, (asked(ask),), request.spans, keys=keys, **options), ask)
+        self._apply(ShardOperation(kind, (asked(ask),), request.spans, keys=keys, **options), ask)
 
-    def _apply(self, operation: Operation, ask: Ask) -> None:
+    def _apply(self, operation: ShardOperation, ask: Ask) -> None:
         if self._copies.open:
             self._copies.follow(operation, ask.tensors)
         self._link.commit(operation, ask.tensors, (ask,))
 
-    def _settled(self, ask: Ask, outcome: Outcome, tensors: Sequence[Tensor]) -> None:
-        """What the request came to is on all replicas."""
+    def _on_replicated(self, ask: Ask, outcome: Outcome, tensors: Sequence[Tensor]) -> None:
+        """Answer a request whose outcome is on all replicas by now."""
         request = ask.request
         if type(request) is Push and request.pull:
             self._read(ask, request.clock + 1, outcome)
@@ -208,7 +208,7 @@ class Head:
         else:
             self._answer(ask, outcome, tensors)
 
-    def _answer(self, ask: Ask, outcome: Outcome, tensors: Sequence[Tensor] = (), rest: bytes = b"") -> None:
+    def _answer(self, ask: Ask, outcome: Outcome, tensors: Sequence[Tensor] = (), metadata: bytes = b"") -> None:
         request = ask.request
         done = Done(
             seq=request.seq,
@@ -223,17 +223,17 @@ class Head:
             epoch=outcome.epoch,
             total=outcome.total,
             finished=outcome.finished,
-            rest=rest,
+            metadata=metadata,
         )
         self._comm.post(ask.worker, done, tensors)
 
     # -- reads -------------------------------------------------------------------------------------------------------
     def _pull(self, ask: Ask) -> None:
         if self._passes(ask, ask.request.clock, Outcome()):
-            self._link.settle(ask, (Outcome(self.shard.version), ()))
+            self._link.answer_when_replicated(ask, (Outcome(self.shard.version), ()))
 
     def _read(self, ask: Ask, clock: int, outcome: Outcome) -> None:
-        """After a push that is settled."""
+        """Answer a push with the parameters, as soon as they may be read."""
         if self._passes(ask, clock, outcome):
             read = Outcome(self.shard.version, outcome.dropped, staleness=outcome.staleness)
             self._answer(ask, read, self._values(ask))
@@ -273,7 +273,7 @@ class Head:
                 opened.add(ask)
                 self._close()
             return
-        operation = Operation(
+        operation = ShardOperation(
             "push", (asked(ask),), request.spans, request.lr, request.scale, request.used, keys=request.keys
         )
         self._apply(operation, ask)
@@ -282,7 +282,7 @@ class Head:
             self._deal()
 
     def _drop(self, ask: Ask) -> None:
-        self._link.commit(Operation("drop", (asked(ask),)), (), (ask,))
+        self._link.commit(ShardOperation("drop", (asked(ask),)), (), (ask,))
         self._reached(ask.worker, ask.request.clock + 1)
         self._deal()
 
@@ -327,7 +327,8 @@ class Head:
         dealer = self.shard.dealer
         assert dealer is not None  # else it was refused
         if dealer.together and ask.request.clock < dealer.dealt:
-            self._link.settle(ask, (Outcome(self.shard.version), ()))  # its others have been dealt to: it gets nothing
+            # the other workers of its clock have been dealt to: it gets nothing
+            self._link.answer_when_replicated(ask, (Outcome(self.shard.version), ()))
             return
         self._takes.setdefault(ask.request.clock if dealer.together else 0, {})[ask.worker] = ask
         self._deal()
@@ -353,7 +354,7 @@ class Head:
                 takes.clear()  # this time, so that they go on to the next clock
                 self._empty = max(self._empty, *(ask.request.clock + 1 for ask in asks))
                 for ask in asks:
-                    self._link.settle(ask, (Outcome(self.shard.version), ()))
+                    self._link.answer_when_replicated(ask, (Outcome(self.shard.version), ()))
             else:
                 for worker, ask in list(takes.items()):
                     early = ask.request.after > self.shard.version  # type: ignore[attr-defined]
@@ -365,15 +366,15 @@ class Head:
     def _hand_out(self, asks: list[Ask]) -> None:
         request = asks[0].request
         assert isinstance(request, Take)
-        self._link.commit(Operation("take", tuple(asked(ask) for ask in asks), number=request.count), (), asks)
+        self._link.commit(ShardOperation("take", tuple(asked(ask) for ask in asks), number=request.count), (), asks)
 
     def _finish(self, asks: list[Ask]) -> None:
         for ask in asks:
-            self._link.settle(ask, (Outcome(self.shard.version, finished=True), ()))
+            self._link.answer_when_replicated(ask, (Outcome(self.shard.version, finished=True), ()))
 
 
-def asked(ask: Ask) -> Asked:
+def asked(ask: Ask) -> RequestInfo:
     request = ask.request
     if isinstance(request, Push):
-        return Asked(ask.worker, request.seq, request.floor, request.clock, request.version, request.lease)
-    return Asked(ask.worker, request.seq, request.floor, request.clock)
+        return RequestInfo(ask.worker, request.seq, request.floor, request.clock, request.version, request.lease)
+    return RequestInfo(ask.worker, request.seq, request.floor, request.clock)

@@ -79,7 +79,7 @@ class Take(Request, frozen=True, kw_only=True):
 
 class Save(Request, frozen=True, kw_only=True):
     """The copy that belongs to checkpoint `number`, as soon as it is complete (server/copies.py); spans: one for the
-    parameters and one for each of the optimizer's states. The answer has no `rest` where the copy is lost."""
+    parameters and one for each of the optimizer's states. The answer has no `metadata` where the copy is lost."""
 
     number: int
 
@@ -112,7 +112,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     epoch: int = 0
     total: int = 0  # samples that all workers together were given at this clock
     finished: bool = False  # nothing is left to take
-    rest: bytes = b""  # of a copy, besides its tensors: encoded by server/copies.py
+    metadata: bytes = b""  # of a copy, besides its tensors: encoded by server/copies.py
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -150,7 +150,7 @@ class Replicate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Replicated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """It is on this server and on all after it. With `empty`: nothing I have can be gone on from; send me State."""
+    """The operation is on this server and all after it. With `empty`: this server needs a ShardState to go on from."""
 
     start: int
     number: int
@@ -158,18 +158,18 @@ class Replicated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     empty: bool = False
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ShardState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Everything about a span, for a server that is to hold it; tensors: parameters, then optimizer states by name."""
 
     start: int
     stop: int
     number: int  # operations applied so far
     names: tuple[str, ...]
-    rest: bytes  # clocks, sequence numbers, dealer: encoded by server/shard.py
+    metadata: bytes  # clocks, sequence numbers, dealer: encoded by server/shard.py
     view: int
 
 
 Message = (
     View | Put | Add | Push | Pull | Take | Save | Mark | Call
-    | Done | Refused | Moved | Marking | Replicate | Replicated | State
+    | Done | Refused | Moved | Marking | Replicate | Replicated | ShardState
 )  # fmt: skip

@@ -22,7 +22,7 @@ COLUMNS = 1 << 16  # elements of each at a time
 
 
 def objection(shard: Shard, ask: Ask) -> str | None:
-    """What is wrong with a request, in words that go on from "worker 3"."""
+    """The reason to refuse a request, in words that go on from "worker 3"; None: there is none."""
     request = ask.request
     kind = type(request)
     for first, last in request.spans:

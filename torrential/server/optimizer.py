@@ -21,9 +21,9 @@ from torch import Tensor
 from torrential.comm.protocol import Mail
 from torrential.errors import BadInput
 from torrential.optim.rates import Rates
-from torrential.params.home import counts_steps, is_elementwise, state_keys
+from torrential.params.base import counts_steps, is_elementwise, state_keys
 from torrential.params.layout import Layout, Piece
-from torrential.params.whole import Form, form_of
+from torrential.params.whole import OptimizerTraits, form_of
 from torrential.server.messages import Span
 from torrential.task import OptimizerSpec
 
@@ -65,7 +65,7 @@ class Store:
 
     @property
     def sum(self) -> Tensor:
-        """Where gradients of several workers are added up."""
+        """The vector in which gradients of several workers are added up."""
         if self._sum is None:
             self._sum = self._buffer("gradients")
         return self._sum
@@ -81,7 +81,7 @@ class Store:
         return self._comm.buffer(f"{self._name}/{name}", self.numel, self.dtype)
 
     def view(self, span: Span) -> Tensor:
-        """Of parameters. Kept, since the same parts are read again and again."""
+        """A view of the parameters in a span, kept because the same parts are read again and again."""
         view = self._views.get(span)
         if view is None:
             if len(self._views) >= MOST_KEPT:
@@ -100,7 +100,7 @@ class Store:
 
 
 def state_names(layout: Layout, spec: OptimizerSpec) -> list[str]:
-    """Of the optimizer's per-element states, in a store's order."""
+    """The names of the optimizer's per-element states, in a store's order."""
     return list(_initial(layout, spec, _form(layout, spec))[0])
 
 
@@ -112,8 +112,9 @@ def bounds(layout: Layout, spec: OptimizerSpec) -> list[int] | None:
     return [entry.start for entry in layout.entries] if form.divisible else [0]
 
 
-def _form(layout: Layout, spec: OptimizerSpec) -> Form | None:
-    """Of an optimizer that is run on whole tensors (server/whole.py); refuses those that servers cannot keep."""
+def _form(layout: Layout, spec: OptimizerSpec) -> OptimizerTraits | None:
+    """The traits of an optimizer that is run on whole tensors (server/whole.py); refuses those that servers cannot
+    keep."""
     (dtype,) = layout.sizes
     if dtype.is_complex:
         raise BadInput("servers keep real numbers (the model's parameters: complex); use --strategy allreduce")
@@ -133,7 +134,7 @@ def _form(layout: Layout, spec: OptimizerSpec) -> Form | None:
     return form
 
 
-def _initial(layout: Layout, spec: OptimizerSpec, form: Form | None) -> tuple[dict[str, float], bool]:
+def _initial(layout: Layout, spec: OptimizerSpec, form: OptimizerTraits | None) -> tuple[dict[str, float], bool]:
     """The optimizer's per-element state with its initial values, and whether it counts steps."""
     (dtype,) = layout.sizes
     if form is not None:
@@ -184,7 +185,7 @@ class _Stepper(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Where the parts of gradients for some spans go: gradient, its part (None: all of it)."""
+    """The places of gradients for some spans: which gradient goes where, and which part of it (None: all of it)."""
 
     wholes: Mapping[int, tuple[int, slice | None]]  # by piece
     beside: _Stepper | None  # of what is less than a piece

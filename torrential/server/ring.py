@@ -7,7 +7,7 @@
 
 A newcomer takes the tail of every server's share, so 1/(S+1) of the keys move, and none between old servers. Ranges
 are cut and never joined again, so that a server can follow by cutting what it holds. Nobody is made the head of what it
-does not hold: a newcomer is first filled as a replica, and `promote` is called when it says so (server/role.py).
+does not hold: a newcomer is first filled as a replica, and `promote` is called when it says so (server/server.py).
 
 Cuts are aligned to cache lines; an optimizer that looks at whole tensors is cut at `bounds` only.
 """
@@ -46,7 +46,8 @@ def begin(servers: Sequence[int], numel: int, replicas: int = 0, bounds: Sequenc
 
 
 def _place(ideal: int, numel: int, places: Sequence[int] | None, lowest: int, after: int) -> int:
-    """Where to cut near `ideal`: at `lowest` or above, with room for `after` ranges (this one included) from there."""
+    """The place to cut near `ideal`: at `lowest` or above, with room for `after` ranges (this one included) from
+    there."""
     if places is not None:
         first = bisect_left(places, lowest)
         allowed = places[first : len(places) - after + 1]
@@ -96,7 +97,7 @@ def promote(table: Table, server: int, replicas: int = 0) -> Table:
 
 
 def leave(table: Table, server: int, replicas: int = 0) -> Table:
-    """Without a server, dead or dismissed. Chains that became too short get another server at their end."""
+    """The table without a server, dead or dismissed. Chains that became too short get another server at their end."""
     remaining = sorted({a for r in table for a in r.chain} - {server})
 
     def after(r: Range) -> Range:

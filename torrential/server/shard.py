@@ -1,7 +1,7 @@
 """What a server knows of one range, as a state machine: operations in, the same state on every replica out.
 
-    Operation ──► apply ──► parameters, optimizer state     (in place, in full-length buffers)
-                        └─► who has been answered what, clocks, dealer, counts
+    ShardOperation ──► apply ──► parameters, optimizer state     (in place, in full-length buffers)
+                            └──► who has been answered what, clocks, dealer, counts
 
 An operation, and the record of whose request it carries out, are one step: a request that is sent again, here or to a
 replica, is recognised by its number and not carried out twice. Answers are kept until the worker says (`floor`) that it
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from torrential.server.clocks import RangeClock
 from torrential.server.dealer import Dealer
-from torrential.server.messages import Span, State
+from torrential.server.messages import ShardState, Span
 from torrential.server.optimizer import Scalars, Store
 from torrential.server.whole import optimizer_of
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A worker's request that an operation carries out."""
+class RequestInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The worker's request that an operation carries out."""
 
     worker: int
     seq: int
@@ -36,9 +36,9 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, gc=False):
     lease: int = 0
 
 
-class Operation(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ShardOperation(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: str  # the method of Shard, less its underscore
-    asked: tuple[Asked, ...] = ()
+    asked: tuple[RequestInfo, ...] = ()
     spans: tuple[Span, ...] = ()
     lr: float = 0.0
     scale: float = 1.0
@@ -51,7 +51,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a request came to; see messages.Done."""
+    """The outcome of a request, with the fields of messages.Done."""
 
     version: int = 0
     dropped: bool = False
@@ -75,8 +75,8 @@ Result = tuple[Outcome, Sequence[Tensor]]
 Handler = Callable[["Shard", Mapping[str, Any], Sequence[Tensor]], Sequence[Tensor]]
 
 
-class Rest(msgspec.Struct):
-    """A shard without its vectors."""
+class ShardMetadata(msgspec.Struct):
+    """Everything a shard keeps besides its vectors."""
 
     version: int
     closed: int
@@ -93,7 +93,7 @@ class Rest(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Initial:
-    """What a run begins with: full-length vectors."""
+    """The full-length vectors and counts that a run begins with."""
 
     parameters: Tensor
     states: Mapping[str, Tensor] = field(default_factory=dict)  # those that are missing begin as they do in torch
@@ -104,21 +104,24 @@ class Initial:
 
 
 class Shard:
-    def __init__(self, store: Store, start: int, stop: int, handlers: Mapping[str, Handler], rest: Rest) -> None:
+    def __init__(
+        self, store: Store, start: int, stop: int, handlers: Mapping[str, Handler], metadata: ShardMetadata
+    ) -> None:
         self.store, self.start, self.stop, self.handlers = store, start, stop, handlers
         self.number = 0  # operations applied
-        self.version, self.closed, self.marked, self.dropped = rest.version, rest.closed, rest.marked, rest.dropped
-        self.staleness = rest.staleness  # updates between the read and the push: how often
-        self.clocks = {worker: _clock(start, stop, pieces) for worker, pieces in rest.clocks.items()}
-        self.floors, self.lives = rest.floors, rest.lives  # by worker; lives before these are over
+        self.version, self.closed = metadata.version, metadata.closed
+        self.marked, self.dropped = metadata.marked, metadata.dropped
+        self.staleness = metadata.staleness  # updates between the read and the push: how often
+        self.clocks = {worker: _clock(start, stop, pieces) for worker, pieces in metadata.clocks.items()}
+        self.floors, self.lives = metadata.floors, metadata.lives  # by worker; lives before these are over
         self.answers: dict[int, dict[int, Result]] = {
             worker: {seq: (outcome, [_unpack(p) for p in packed]) for seq, (outcome, packed) in answers.items()}
-            for worker, answers in rest.answers.items()
+            for worker, answers in metadata.answers.items()
         }
-        self.dealer = rest.dealer
+        self.dealer = metadata.dealer
         self.parameters = store.parameters[start:stop]
         self.states = {name: vector[start:stop] for name, vector in store.states.items()}
-        self.optimizer = optimizer_of(store, start, stop, rest.scalars)
+        self.optimizer = optimizer_of(store, start, stop, metadata.scalars)
 
     @classmethod
     def fresh(cls, store: Store, start: int, stop: int, handlers: Mapping[str, Handler], initial: Initial) -> Shard:
@@ -130,46 +133,51 @@ class Shard:
         if dealer is not None:
             dealer.forget(dealer.holders())
         scalars = {entry: dict(values) for entry, values in initial.scalars.items()}
-        rest = Rest(initial.version, initial.clock, 0, 0, {}, {}, {}, {}, scalars, dealer)
-        return cls(store, start, stop, handlers, rest)
+        metadata = ShardMetadata(initial.version, initial.clock, 0, 0, {}, {}, {}, {}, scalars, dealer)
+        return cls(store, start, stop, handlers, metadata)
 
     # -- a copy for another server, or a piece of it -----------------------------------------------------------------
-    def state(self, view: int) -> tuple[State, list[Tensor]]:
+    def state(self, view: int) -> tuple[ShardState, list[Tensor]]:
         names = tuple(self.states)
-        rest = msgspec.msgpack.encode(self._rest())
-        message = State(start=self.start, stop=self.stop, number=self.number, names=names, rest=rest, view=view)
+        metadata = msgspec.msgpack.encode(self.metadata())
+        message = ShardState(
+            start=self.start, stop=self.stop, number=self.number, names=names, metadata=metadata, view=view
+        )
         return message, [tensor.clone() for tensor in self.store.tensors(self.start, self.stop)]
 
     @classmethod
-    def restored(cls, store: Store, handlers: Mapping[str, Handler], state: State, tensors: Sequence[Tensor]) -> Shard:
+    def restored(
+        cls, store: Store, handlers: Mapping[str, Handler], state: ShardState, tensors: Sequence[Tensor]
+    ) -> Shard:
         assert state.names == tuple(store.states), (state.names, tuple(store.states))
         for mine, theirs in zip(store.tensors(state.start, state.stop), tensors, strict=True):
             mine.copy_(theirs)
-        rest = msgspec.msgpack.decode(state.rest, type=Rest)
-        shard = cls(store, state.start, state.stop, handlers, rest)
+        metadata = msgspec.msgpack.decode(state.metadata, type=ShardMetadata)
+        shard = cls(store, state.start, state.stop, handlers, metadata)
         shard.number = state.number
         return shard
 
     def part(self, start: int, stop: int) -> Shard:
-        """The same, of fewer keys. The vectors stay where they are; what is counted stays with the first piece."""
-        rest = msgspec.msgpack.decode(msgspec.msgpack.encode(self._rest()), type=Rest)
+        """The same shard with fewer keys. The vectors stay where they are; what is counted stays with the first
+        piece."""
+        metadata = msgspec.msgpack.decode(msgspec.msgpack.encode(self.metadata()), type=ShardMetadata)
         if start != self.start:
-            rest.dealer, rest.staleness, rest.dropped = None, {}, 0
-        piece = Shard(self.store, start, stop, self.handlers, rest)
+            metadata.dealer, metadata.staleness, metadata.dropped = None, {}, 0
+        piece = Shard(self.store, start, stop, self.handlers, metadata)
         piece.number = self.number
         return piece
 
     def copied(self, store: Store) -> Shard:
-        """The same, in other memory."""
+        """The same shard in other memory."""
         for copy, mine in zip(
             store.tensors(self.start, self.stop), self.store.tensors(self.start, self.stop), strict=True
         ):
             copy.copy_(mine)
-        rest = msgspec.msgpack.decode(msgspec.msgpack.encode(self._rest()), type=Rest)
-        return Shard(store, self.start, self.stop, self.handlers, rest)
+        metadata = msgspec.msgpack.decode(msgspec.msgpack.encode(self.metadata()), type=ShardMetadata)
+        return Shard(store, self.start, self.stop, self.handlers, metadata)
 
-    def _rest(self) -> Rest:
-        return Rest(
+    def metadata(self) -> ShardMetadata:
+        return ShardMetadata(
             self.version,
             self.closed,
             self.marked,
@@ -187,17 +195,17 @@ class Shard:
         )
 
     # -- operations --------------------------------------------------------------------------------------------------
-    def apply(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
-        """One result for each request it carries out."""
+    def apply(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
+        """Apply an operation; returns one result for each request it carries out."""
         self.number += 1
-        method: Callable[[Operation, Sequence[Tensor]], list[Result]] = getattr(self, f"_{operation.kind}")
+        method: Callable[[ShardOperation, Sequence[Tensor]], list[Result]] = getattr(self, f"_{operation.kind}")
         return method(operation, tensors)
 
     def answered(self, worker: int, seq: int) -> Result | None:
         answers = self.answers.get(worker)
         return None if answers is None else answers.get(seq)
 
-    def _record(self, asked: Asked, outcome: Outcome, tensors: Sequence[Tensor] = ()) -> Result:
+    def _record(self, asked: RequestInfo, outcome: Outcome, tensors: Sequence[Tensor] = ()) -> Result:
         answers = self.answers.setdefault(asked.worker, {})
         if asked.floor > self.floors.get(asked.worker, 0):
             self.floors[asked.worker] = asked.floor
@@ -206,12 +214,12 @@ class Shard:
         result = answers[asked.seq] = outcome, tensors
         return result
 
-    def _put(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _put(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         for span, tensor in zip(operation.spans, tensors, strict=True):
             self.store.view(span).copy_(tensor)
         return self._updated(operation)
 
-    def _add(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _add(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         if operation.keys:
             values, keys = tensors
             self.parameters.scatter_add_(0, keys - self.start if self.start else keys, values)
@@ -220,16 +228,16 @@ class Shard:
                 self.store.view(span).add_(tensor)
         return self._updated(operation)
 
-    def _call(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _call(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         found = [t.clone() for t in self.handlers[operation.name](self, operation.options, tensors)]
         return self._updated(operation, found)
 
-    def _updated(self, operation: Operation, tensors: Sequence[Tensor] = ()) -> list[Result]:
+    def _updated(self, operation: ShardOperation, tensors: Sequence[Tensor] = ()) -> list[Result]:
         self.version += 1
         return [self._record(asked, Outcome(self.version), tensors) for asked in operation.asked]
 
-    def _push(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
-        """One worker's gradient, as it comes."""
+    def _push(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
+        """Apply one worker's gradient, as it comes."""
         (asked,) = operation.asked
         clock = self.clocks.get(asked.worker)
         if clock is not None:
@@ -237,15 +245,15 @@ class Shard:
                 clock.set(first, last, asked.clock + 1)
         return self._optimized(operation, tensors)
 
-    def _step(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
-        """The sum of a clock's gradients."""
+    def _step(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
+        """Apply the sum of a clock's gradients."""
         self.closed = operation.number + 1
         for asked in operation.asked:
             if asked.worker in self.clocks:
                 self.clocks[asked.worker].set(self.start, self.stop, self.closed)
         return self._optimized(operation, tensors)
 
-    def _optimized(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _optimized(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         before = self.version
         if tensors:
             for asked in operation.asked:
@@ -271,36 +279,38 @@ class Shard:
             self._record(asked, Outcome(self.version, staleness=before - asked.version)) for asked in operation.asked
         ]
 
-    def _drop(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
-        """A gradient that came too late."""
+    def _drop(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
+        """Drop a gradient that came too late, and give its samples back."""
         (asked,) = operation.asked
         self.dropped += 1
         if self.dealer is not None:
             self.dealer.give_back(asked.lease)
         return [self._record(asked, Outcome(self.version, dropped=True))]
 
-    def _take(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _take(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         assert self.dealer is not None
         workers = [asked.worker for asked in operation.asked]
         self.dealer.dealt = max(self.dealer.dealt, operation.asked[0].clock + 1)
         if self.dealer.together:
-            hands = self.dealer.deal_together(workers, operation.number)
+            leases = self.dealer.deal_together(workers, operation.number)
         else:
-            hands = [self.dealer.deal(worker, operation.number) for worker in workers]
-        total = sum(hand.last - hand.first for _, hand in hands)
+            leases = [self.dealer.deal(worker, operation.number) for worker in workers]
+        total = sum(samples.last - samples.first for _, samples in leases)
         return [
-            self._record(asked, Outcome(self.version, False, lease, (hand.first, hand.last), hand.epoch, total))
-            for asked, (lease, hand) in zip(operation.asked, hands, strict=True)
+            self._record(
+                asked, Outcome(self.version, False, number, (samples.first, samples.last), samples.epoch, total)
+            )
+            for asked, (number, samples) in zip(operation.asked, leases, strict=True)
         ]
 
-    def _meet(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
-        """A worker's first word: from now on its clock counts."""
+    def _meet(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
+        """Count a worker's clock from now on: it has sent its first request."""
         for worker in operation.workers:
             self.clocks[worker] = RangeClock(self.start, self.stop, operation.number)
         return []
 
-    def _forget(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
-        """Workers that are gone, and what they may still have said in lives before this one."""
+    def _forget(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
+        """Forget workers that are gone, and refuse what they may still have sent in lives before this one."""
         for worker in operation.workers:
             self.clocks.pop(worker, None)
             self.lives[worker] = max(self.lives.get(worker, 0), operation.number)
@@ -308,7 +318,7 @@ class Shard:
             self.dealer.forget(operation.workers)
         return []
 
-    def _mark(self, operation: Operation, tensors: Sequence[Tensor]) -> list[Result]:
+    def _mark(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         self.marked = operation.number
         return [self._record(asked, Outcome(self.version)) for asked in operation.asked]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torrential.server.chain import Ask
 from torrential.server.clocks import RangeClock
 from torrential.server.messages import Push
-from torrential.server.shard import Asked, Operation, Shard, coalesced
+from torrential.server.shard import RequestInfo, Shard, ShardOperation, coalesced
 
 
 class Clock:
@@ -56,7 +56,8 @@ class Clock:
         self.abstained -= set(workers)
 
     def chosen(self, first: int | None) -> list[Ask]:
-        """Those that make the step: of the first so many workers with something to add, or of all; by rank."""
+        """The pushes that make the step: those of the first so many workers with something to add, or of all; by
+        rank."""
         if first is None:
             workers = sorted(self._asks)
         else:
@@ -69,17 +70,17 @@ class Clock:
         return [a for asks in self._asks.values() for a in asks.values() if (a.worker, a.request.seq) not in used]
 
 
-def operands(shard: Shard, clock: int, asks: Sequence[Ask]) -> tuple[Operation, list[Tensor], bool]:
+def operands(shard: Shard, clock: int, asks: Sequence[Ask]) -> tuple[ShardOperation, list[Tensor], bool]:
     """The step that these pushes make, its tensors, and whether they lie in the store's buffer for sums."""
     pushes = [ask.request for ask in asks]
     assert all(isinstance(push, Push) for push in pushes)
     everyone = tuple(
-        Asked(ask.worker, p.seq, p.floor, p.clock, p.version, p.lease)  # type: ignore[attr-defined]
+        RequestInfo(ask.worker, p.seq, p.floor, p.clock, p.version, p.lease)  # type: ignore[attr-defined]
         for ask, p in zip(asks, pushes, strict=True)
     )
     filled: list[tuple[Push, Sequence[Tensor]]] = [(a.request, a.tensors) for a in asks if a.tensors]  # type: ignore[misc]
     if not filled:
-        return Operation("step", everyone, number=clock), [], False
+        return ShardOperation("step", everyone, number=clock), [], False
     whole = ((shard.start, shard.stop),)
     used: set[int] | None = set()
     for push, _ in filled:
@@ -89,13 +90,13 @@ def operands(shard: Shard, clock: int, asks: Sequence[Ask]) -> tuple[Operation, 
         keys = torch.cat([tensors[1] for _, tensors in filled])
         values = torch.cat([tensors[0] * push.scale for push, tensors in filled])
         once, summed = coalesced(keys, values)
-        return Operation("step", everyone, whole, lr, keys=True, number=clock), [summed, once], False
+        return ShardOperation("step", everyone, whole, lr, keys=True, number=clock), [summed, once], False
     if len(filled) == 1 and filled[0][0].spans == whole:
         push, tensors = filled[0]
-        return Operation("step", everyone, whole, lr, push.scale, needed, number=clock), list(tensors), False
+        return ShardOperation("step", everyone, whole, lr, push.scale, needed, number=clock), list(tensors), False
     total = shard.store.sum[shard.start : shard.stop]
     _add_up(shard, total, filled)
-    return Operation("step", everyone, whole, lr, used=needed, number=clock), [total], True
+    return ShardOperation("step", everyone, whole, lr, used=needed, number=clock), [total], True
 
 
 def _add_up(shard: Shard, total: Tensor, filled: Sequence[tuple[Push, Sequence[Tensor]]]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torrential.errors import RunFailed
 from torrential.optim.rates import Rates
-from torrential.params.layout import Entry
+from torrential.params.layout import ParameterEntry
 from torrential.params.whole import Outside, as_parameter, in_order
 from torrential.server.messages import Span
 from torrential.server.optimizer import RangeOptimizer, Scalars, Store
@@ -53,7 +53,7 @@ class WholeOptimizer:
                     self._optimizer.state[parameter] = self._restored(entry, scalars[entry.index])
             self._keep()
 
-    def _restored(self, entry: Entry, numbers: Mapping[str, float]) -> dict[str, Any]:
+    def _restored(self, entry: ParameterEntry, numbers: Mapping[str, float]) -> dict[str, Any]:
         state: dict[str, Any] = {n: entry.view(self._store.states[n]) for n in self._form.elements[entry.index]}
         for name, value in numbers.items():
             kind = self._form.numbers[name]
@@ -79,7 +79,7 @@ class WholeOptimizer:
                 if state[name].data_ptr() != place.data_ptr() or state[name].stride() != place.stride():
                     state[name] = place.copy_(state[name])
 
-    def _begun(self) -> list[tuple[Entry, dict[str, Any]]]:
+    def _begun(self) -> list[tuple[ParameterEntry, dict[str, Any]]]:
         """Entries that the optimizer keeps something for, or has made a step of; with what it keeps."""
         if self._optimizer is None:
             return []
@@ -105,7 +105,7 @@ class WholeOptimizer:
         return float(plain)
 
     def objection(self, spans: Sequence[Span], keys: bool) -> str | None:
-        """What is wrong with a push, in words that go on from "worker 3"."""
+        """The reason to refuse a push, in words that go on from "worker 3"; None: there is none."""
         name = self._store.spec.kind.__name__
         if keys:
             return f"pushed gradients for single keys, where {name} needs whole tensors; push all of the gradient"
@@ -136,7 +136,9 @@ class WholeOptimizer:
         raise AssertionError("refused before")
 
 
-def _whole(entry: Entry, parameter: nn.Parameter, spans: Sequence[Span], gradients: Sequence[Tensor]) -> Tensor | None:
+def _whole(
+    entry: ParameterEntry, parameter: nn.Parameter, spans: Sequence[Span], gradients: Sequence[Tensor]
+) -> Tensor | None:
     """A copy, since an optimizer may change the gradients it is given, and these are the worker's."""
     for (first, last), gradient in zip(spans, gradients, strict=True):
         if first <= entry.start and entry.stop <= last:

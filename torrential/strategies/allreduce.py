@@ -42,7 +42,7 @@ class AllReduce(Strategy, frozen=True, kw_only=True):
     overlap: bool = True
     """Whether buckets are summed while backward goes on, or all of them after it."""
 
-    def joined(self, workers: int, batch_size: int) -> int:
+    def samples_per_update(self, workers: int, batch_size: int) -> int:
         return workers * batch_size * self.accumulate
 
     def worker(self, ctx: Context) -> None:

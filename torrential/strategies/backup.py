@@ -27,7 +27,7 @@ class Backup(Strategy, frozen=True, kw_only=True):
     summary: ClassVar[str] = "synchronous, without waiting for the slowest: the first N of N + b gradients make a step"
 
     backups: Annotated[int, msgspec.Meta(ge=0)] = 1
-    """Workers that are not waited for."""
+    """The number b of workers that a step does not wait for."""
 
     def needed(self, workers: int) -> int:
         if self.backups >= workers:
@@ -36,7 +36,7 @@ class Backup(Strategy, frozen=True, kw_only=True):
             )
         return workers - self.backups
 
-    def joined(self, workers: int, batch_size: int) -> int:
+    def samples_per_update(self, workers: int, batch_size: int) -> int:
         return self.needed(workers) * batch_size
 
     def roles(self, workers: int, servers: int) -> Roles:
@@ -47,7 +47,10 @@ class Backup(Strategy, frozen=True, kw_only=True):
 
     def worker(self, ctx: Context) -> None:
         vector, gradient = ctx.replica.vector(), ctx.replica.gradient()
-        needed, joined = self.needed(ctx.config.workers), self.joined(ctx.config.workers, ctx.config.batch_size)
+        needed, joined = (
+            self.needed(ctx.config.workers),
+            self.samples_per_update(ctx.config.workers, ctx.config.batch_size),
+        )
         clock = ctx.params.begin(vector)
         while (batch := ctx.data.take(clock)) is not None:
             loss = ctx.replica.backward([batch.weighted(1 / needed)])

@@ -23,17 +23,17 @@ MANY = 1 << 16  # workers: more than an option of a strategy refuses as too few
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
-    """How workers cooperate: a subclass has its options as fields with defaults, and the programs of its roles.
+    """The way in which workers cooperate. A subclass has its options as fields with defaults, and its roles' programs.
 
     A string below a field explains the option to `torrential strategies`, as the class's docstring does the strategy.
     """
 
     name: ClassVar[str] = ""
-    """What the strategy is called in messages and directories; by default as its class is."""
+    """The name of the strategy in messages and directories; by default that of its class."""
     summary: ClassVar[str] = ""
     """The strategy in one line; by default the first of its docstring."""
     worlds: ClassVar[tuple[str, ...]] = ("local", "sim")
-    """The worlds that it runs in."""
+    """The worlds that the strategy runs in."""
     bucket_bytes: ClassVar[int] = 1 << 22
     letters: ClassVar[tuple[type[msgspec.Struct], ...]] = ()
     """The kinds of letters that its roles send to one another, besides what servers understand."""
@@ -59,8 +59,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
         """The program of a worker."""
         raise NotImplementedError
 
-    def joined(self, workers: int, batch_size: int) -> int:
-        """The samples that make one step."""
+    def samples_per_update(self, workers: int, batch_size: int) -> int:
+        """The number of samples, of all workers together, whose gradients make one update of the parameters."""
         return workers * batch_size
 
     def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:

@@ -31,7 +31,7 @@ class Bsp(Strategy, frozen=True, kw_only=True):
 
     def worker(self, ctx: Context) -> None:
         vector, gradient = ctx.replica.vector(), ctx.replica.gradient()
-        joined = self.joined(ctx.config.workers, ctx.config.batch_size)
+        joined = self.samples_per_update(ctx.config.workers, ctx.config.batch_size)
         clock = ctx.params.begin(vector)
         while (batch := ctx.data.take(clock)) is not None:
             loss = ctx.replica.backward([batch.weighted(len(batch) / batch.total)])

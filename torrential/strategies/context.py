@@ -31,7 +31,7 @@ from torrential.task import Task
 
 
 class Data(Protocol):
-    """Who trains on which samples."""
+    """The samples that this role trains on."""
 
     joined: int  # samples that all members together take in one step, before it grows
 
@@ -92,7 +92,7 @@ class Replica(Protocol):
 
 @dataclass(frozen=True)
 class Vote:
-    """What a member says when its part of a round is done."""
+    """A member's vote, cast when its part of a round is done."""
 
     loss: float  # mean over its samples
     samples: int
@@ -101,16 +101,16 @@ class Vote:
 
 @dataclass(frozen=True)
 class Decision:
-    """What everybody's votes come to: the same on every member."""
+    """The outcome of all members' votes: the same on every member."""
 
     loss: float  # mean over all samples
     samples: int
-    stop: bool  # whether somebody was told to stop
+    stop: bool  # whether a member was asked to stop
     numbers: Tensor  # (members, n): everybody's
 
 
 class Progress(Protocol):
-    """How far the run has come."""
+    """The run's progress: steps, samples, rates and records."""
 
     step: int
     samples: int
@@ -125,7 +125,7 @@ class Progress(Protocol):
         """The factor of the gradient, where the recipe scales that instead of the rate."""
 
     def advance(self, batch: Batch, loss: float, answer: Answer | None = None) -> None:
-        """A batch from the servers is done with: count it, record it, save when that is due."""
+        """Count and record a batch from the servers that is done with; save when that is due."""
 
     def count(self, batch: Batch, answer: Answer) -> None:
         """Count an answer that came after its batch was done with."""
@@ -134,11 +134,11 @@ class Progress(Protocol):
         """Put an event on record."""
 
     def conclude(self, samples: int, loss: float) -> None:
-        """A step outside of rounds has been taken: count it, record it, evaluate and save when that is due."""
+        """Count and record a step that was taken outside of rounds; evaluate and save when that is due."""
 
 
 class State(Protocol):
-    """What must outlive this process: saved with checkpoints, loaded when a run goes on, handed to newcomers."""
+    """State that outlives this process: it is saved with checkpoints, loaded on resuming, and handed to newcomers."""
 
     def everybody(
         self, name: str, save: Callable[[], Mapping[str, Tensor]], load: Callable[[Mapping[str, Tensor]], None]
@@ -189,4 +189,4 @@ class Context(Protocol):
         and proposed again by those who are there, on the data still owed."""
 
     def leave(self) -> None:
-        """This role's program is finished; return when everybody's is."""
+        """Say that this role's program is finished; returns when every role's is."""

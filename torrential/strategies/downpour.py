@@ -6,7 +6,7 @@
 A gradient is applied to parameters that other replicas have moved since it was computed on them: with R equal replicas
 about R - 1 updates. Adagrad's rates, which shrink where gradients are large, make that stable where one fixed rate is
 not; so does a warm start, in which one replica runs alone at first. The rate that they begin with is Adagrad's own, for
-one that suits the task's optimizer may be a hundred times too large or too small (docs/results/downpour_default.md).
+one that suits the task's optimizer may be a hundred times too large or too small.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 import torch
 
-from torrential.server.client import Pending
+from torrential.server.client import PendingRequest
 from torrential.server.consistency import Consistency
 from torrential.strategies.base import Strategy
 from torrential.strategies.context import Context
@@ -32,9 +32,9 @@ class Downpour(Strategy, frozen=True, kw_only=True):
     summary: ClassVar[str] = "asynchronous: workers push gradients and fetch parameters, and never wait for each other"
 
     push_every: Count = 1
-    """Minibatches whose gradients make one push."""
+    """The number of minibatches whose gradients make one push."""
     fetch_every: Count = 1
-    """Minibatches between two fetches of parameters."""
+    """The number of minibatches between two fetches of parameters."""
     overlap: bool = False
     """Whether the next minibatch begins before the push is answered and the parameters are here: its parameters are
     older by one push of its own."""
@@ -42,9 +42,9 @@ class Downpour(Strategy, frozen=True, kw_only=True):
     """The servers' optimizer: Adagrad at a rate of 0.01, or the task's own at the task's rate; --lr gives another rate.
     Momentum and delay add up: the task's own may diverge with two workers and more."""
     warm: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Updates that one worker makes alone before the others begin."""
+    """The number of updates that one worker makes alone before the others begin."""
 
-    def joined(self, workers: int, batch_size: int) -> int:
+    def samples_per_update(self, workers: int, batch_size: int) -> int:
         return batch_size * self.push_every
 
     def roles(self, workers: int, servers: int) -> Roles:
@@ -64,8 +64,8 @@ class Downpour(Strategy, frozen=True, kw_only=True):
         clock, number = ctx.params.begin(vector), 0
         total = ctx.comm.buffer("pushed", gradient.numel(), gradient.dtype) if self.push_every > 1 else None
         used: list[int] | None = None  # entries that are part of the sum; None: all
-        fetched: Pending | None = None
-        pushed: Pending | None = None
+        fetched: PendingRequest | None = None
+        pushed: PendingRequest | None = None
         while (batch := ctx.data.take(clock, self.push_every, after=self.warm)) is not None:
             before = pushed
             if self.warm and not number:

@@ -25,7 +25,7 @@ Death = Literal["regroup", "view", "restart", "fail"]
 
 @dataclass(frozen=True)
 class Role:
-    """A program of the strategy's own."""
+    """A role of the strategy's own: its program, how many run it, and what the death of one means."""
 
     name: Literal["worker", "coordinator"]
     count: int
@@ -39,11 +39,11 @@ class Servers:
 
     count: int
     consistency: Consistency
-    """When a worker may read, and whether the gradients of one clock become one update."""
+    """The rule of when a worker may read, and whether the gradients of one clock become one update."""
     joined: bool = False
     """Whether all workers of a clock are dealt one joined batch; else each takes samples as it comes."""
     handlers: Mapping[str, Handler] = field(default_factory=dict)
-    """What `ctx.params.call(name)` has the servers do on each range, given a shard, options and tensors."""
+    """The functions that `ctx.params.call(name)` runs on every range, given its shard, options and tensors."""
     vectors: Mapping[str, float] = field(default_factory=dict)
     """Vectors that the handlers keep beside the parameters, as long as these, by name: the value that they begin with.
     They are found in `shard.states`, and are replicated, saved and resumed with the parameters."""

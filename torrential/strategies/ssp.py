@@ -4,7 +4,6 @@
 
 A read at clock c sees every update stamped c - s - 1 or less, of everybody, and all of its own; perhaps newer ones.
 With s = 0 this is `bsp`. It evens out passing slowness; a worker that is slow for good slows everybody, s clocks later.
-server/consistency.py has the conventions.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Ssp(Strategy, frozen=True, kw_only=True):
     staleness: Annotated[int, msgspec.Meta(ge=0)] = 3
     """Clocks that the fastest worker may be ahead of the slowest."""
 
-    def joined(self, workers: int, batch_size: int) -> int:
+    def samples_per_update(self, workers: int, batch_size: int) -> int:
         """Without staleness all workers of a clock share one joined batch, as in `bsp`."""
         return batch_size if self.staleness else workers * batch_size
 

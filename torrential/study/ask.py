@@ -39,8 +39,8 @@ class ObjectEntry(msgspec.Struct, frozen=True):
     options: dict[str, Any]
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """The question, as it was put. Two calls are about the same study if these are equal."""
+class StudyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The question of a study as it was put. Two calls are about the same study if these are equal."""
 
     task: str
     strategies: list[str | ObjectEntry]
@@ -81,7 +81,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComputeTime(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sample takes on the machine where the study was begun, measured once for all its runs."""
+    """The time of a sample on the machine where the study was begun, measured once for all its runs."""
 
     batch_size: Positive
     threads: Positive
@@ -89,14 +89,14 @@ class ComputeTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """What study.json holds."""
+    """The contents of study.json."""
 
     format: int = FORMAT
     torrential: str
     digest: str  # of the task's file, the strategies' and the clusters, if there are any
     created: str
     command: list[str]
-    asked: Asked
+    asked: StudyRequest
     entries: list[Spec]
     task: str
     metric: str
@@ -152,7 +152,7 @@ def absolute_entries(text: str) -> str:
     return ",".join(strategy + (rest and f":{rest}") for strategy, rest in parts)
 
 
-def make_specs(asked: Asked) -> list[Spec]:
+def make_specs(asked: StudyRequest) -> list[Spec]:
     """All entries: each strategy on each number of workers and each cluster."""
     many_workers, many_clusters = len(asked.workers) > 1, len(asked.clusters) > 1
     specs: list[Spec] = []
@@ -190,7 +190,7 @@ def _joined(options: dict[str, Any]) -> str:
 
 
 def cluster_name(cluster: str | dict[str, Any]) -> str:
-    """What a cluster is called where people read it; empty: there is none."""
+    """The name of a cluster where people read it; empty: there is none."""
     return Path(cluster).stem if isinstance(cluster, str) else str(cluster.get("name", "cluster"))
 
 
@@ -208,7 +208,7 @@ def own_options(spec: Spec) -> dict[str, Any]:
 
 # -- trials and tuning ------------------------------------------------------------------------------------------------
 def split_trials(text: str) -> tuple[int, bool]:
-    """How many there are, and whether that is the most and fewer may do."""
+    """The number of trials, and whether that is the most and fewer may do."""
     word, _, most = text.strip().partition(":")
     number = (most or str(MOST_TRIALS)) if word == "auto" else text
     try:
@@ -249,8 +249,8 @@ def with_values(spec: Spec, values: dict[str, str]) -> Spec:
 
 
 # -- the question -----------------------------------------------------------------------------------------------------
-def check_asked(asked: Asked) -> None:
-    """What can be refused before anything is loaded."""
+def check_asked(asked: StudyRequest) -> None:
+    """Refuse what can be refused before anything is loaded."""
     for name, value in (
         ("trials", asked.trials),
         ("tune-trials", asked.tune_trials),
@@ -271,13 +271,13 @@ def check_asked(asked: Asked) -> None:
 
 
 def differences(here: Question, asked: Question) -> list[str]:
-    """Where another question was put, in words."""
+    """The fields in which another question was put, in words."""
     found = []
     for name in ("torrential", "digest"):
         if getattr(here, name) != getattr(asked, name):
             what = "the task's file has changed, or a strategy's, or a cluster" if name == "digest" else None
             found.append(what or f"torrential: {here.torrential} there, {asked.torrential} here")
-    for name in Asked.__struct_fields__:
+    for name in StudyRequest.__struct_fields__:
         there, now = getattr(here.asked, name), getattr(asked.asked, name)
         if there != now:
             found.append(f"{name}: {_text(there)} there, {_text(now)} asked")

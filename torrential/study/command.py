@@ -14,7 +14,7 @@ from torrential.errors import BadInput
 from torrential.terminal import Terminal, printable_json
 
 if TYPE_CHECKING:
-    from torrential.study.ask import Asked
+    from torrential.study.ask import StudyRequest
     from torrential.study.results import Study
 
 WriteReport = Callable[["Study", Path], None]
@@ -182,7 +182,7 @@ def add(
             _tell(read_study(directory, task), json, tensorboard, write_report, err)
 
 
-def _check_resumable(directory: Path, asked: Asked) -> None:
+def _check_resumable(directory: Path, asked: StudyRequest) -> None:
     """A study goes on from its directory alone if that is the caller's own and names all that it takes."""
     from torrential.study.ask import split_entries
     from torrential.study.results import STUDY
@@ -198,8 +198,8 @@ def _check_resumable(directory: Path, asked: Asked) -> None:
         check_own(directory / STUDY, spec, remedy)
 
 
-def _asked(task: str | None, given: dict[str, Any], options: dict[str, Any]) -> Asked:
-    from torrential.study.ask import Asked, absolute_entries, split_trials, split_tune
+def _asked(task: str | None, given: dict[str, Any], options: dict[str, Any]) -> StudyRequest:
+    from torrential.study.ask import StudyRequest, absolute_entries, split_trials, split_tune
     from torrential.userfiles import absolute_spec
 
     if task is None:
@@ -213,7 +213,7 @@ def _asked(task: str | None, given: dict[str, Any], options: dict[str, Any]) -> 
         return default if given[name] is None else given[name]
 
     most, auto = split_trials(or_default("trials", TRIALS))
-    return Asked(
+    return StudyRequest(
         task=absolute_spec(task),
         strategies=[absolute_entries(text) for text in given["strategies"]],
         target=given["target"],

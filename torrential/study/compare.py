@@ -14,7 +14,7 @@ from torrential.errors import BadInput, RunFailed
 from torrential.records import fresh_directory
 from torrential.strategies.base import Strategy
 from torrential.strategies.registry import Given, is_loadable, plain_options, resolve_strategy
-from torrential.study.ask import Asked, ObjectEntry, absolute_entries, split_trials
+from torrential.study.ask import ObjectEntry, StudyRequest, absolute_entries, split_trials
 from torrential.study.comparison import Comparison, comparison_of
 from torrential.study.conduct import conduct
 from torrential.study.directory import locked, open_directory, read_question
@@ -22,7 +22,7 @@ from torrential.study.outlook import outlook
 from torrential.study.question import make_question
 from torrential.study.results import STUDY, Study
 from torrential.study.runner import Train
-from torrential.study.watch import Watching
+from torrential.study.watch import StudyProgress
 from torrential.task import Task
 from torrential.terminal import Terminal, standard_error
 from torrential.usercode import refuse_exit, refuse_training
@@ -71,7 +71,7 @@ def compare(
     many = cluster if isinstance(cluster, Sequence) and not isinstance(cluster, str) else [cluster]
     clusters = [_cluster(one) for one in many if one is not None]
     most, auto = split_trials(str(trials))
-    asked = Asked(
+    asked = StudyRequest(
         task=absolute_spec(task) if isinstance(task, str) else task.name,
         strategies=[one for one, _ in entries],
         program=isinstance(task, Task) or not all(map(is_loadable, kinds)),
@@ -126,7 +126,7 @@ def _cluster(given: AnyCluster) -> str | dict[str, Any]:
 
 
 def carry_out(
-    asked: Asked,
+    asked: StudyRequest,
     out: Path | None,
     console: Terminal,
     task: Task | None = None,
@@ -142,7 +142,7 @@ def carry_out(
         console.print(f"study directory: {directory}", highlight=False, soft_wrap=True)
         for line in outlook(question):
             console.print(line, highlight=False, soft_wrap=True)
-        watching = Watching(question.metric, question.asked.target or 0.0, console)
+        watching = StudyProgress(question.metric, question.asked.target or 0.0, console)
         train = Train(question, subject, watching)
         try:
             return conduct(question, directory, train, watching)
@@ -158,6 +158,6 @@ def carry_out(
             train.close()
 
 
-def _again(asked: Asked, directory: Path) -> str:
+def _again(asked: StudyRequest, directory: Path) -> str:
     program = f"the same tt.compare(..., out={str(directory)!r})"
     return program if asked.program else f"torrential compare --resume {directory}"

@@ -23,7 +23,7 @@ from torrential.study.ask import Question
 from torrential.study.plan import Trial, looks, reported_trials, tuning_trials
 from torrential.study.read import read_study
 from torrential.study.results import DIVERGED, Study
-from torrential.study.verdict import is_settled
+from torrential.study.verdict import is_decided
 
 
 class Runner(Protocol):
@@ -31,20 +31,21 @@ class Runner(Protocol):
         """Carry out one run in the directory of the trial, which is not there yet."""
 
 
-class Watch(Protocol):
-    """Somebody who watches a study go on."""
+class StudyListener(Protocol):
+    """A listener that hears how a study goes on."""
 
     def planned(self, runs: int, done: int) -> None: ...
 
     def goes_on(self, runs: int, trials: int, more: int) -> None:
-        """It is undecided after so many trials of each entry, so more are made: as many of each, and runs in all."""
+        """Hear that it is undecided after so many trials of each entry, so that more are made: as many of each, and
+        runs in all."""
 
     def begins(self, trial: Trial) -> None: ...
 
     def ended(self, trial: Trial) -> None: ...
 
 
-def conduct(question: Question, directory: Path, run: Runner, watch: Watch) -> Study:
+def conduct(question: Question, directory: Path, run: Runner, watch: StudyListener) -> Study:
     tuning = tuning_trials(question, directory)
     reported = reported_trials(question, directory, {})  # with the same directories, whatever tuning will choose
     first = [*tuning, *(trial for trial in reported if trial.number <= looks(question)[0])]
@@ -58,12 +59,12 @@ def conduct(question: Question, directory: Path, run: Runner, watch: Watch) -> S
             watch.goes_on(len(tuning) + trials * len(question.entries), before, trials)
         _carry_out([trial for trial in reported if trial.number <= trials], run, watch)
         study = read_study(directory)
-        if study.trials == trials and is_settled(study):  # of a study that goes on there may be later trials
+        if study.trials == trials and is_decided(study):  # of a study that goes on there may be later trials
             return study
-    raise AssertionError("the last look settles a study")
+    raise AssertionError("the last look decides a study")
 
 
-def _carry_out(trials: Sequence[Trial], run: Runner, watch: Watch) -> None:
+def _carry_out(trials: Sequence[Trial], run: Runner, watch: StudyListener) -> None:
     for trial in trials:
         if is_finished(trial.directory):
             continue

@@ -63,5 +63,5 @@ def _sentence(words: str, trials: list[tuple[Entry, bool]]) -> str:
     for entry, each in trials:
         by_entry.setdefault(entry.name, []).append(each)
     each_entry = ", ".join(f"{name} {sum(own)} of {len(own)}" for name, own in by_entry.items())
-    apart = f" ({each_entry})" if len(by_entry) > 1 else ""
-    return f"{words} struck in {struck} of {len(trials)} trials{apart}; the others had ended before"
+    per_entry = f" ({each_entry})" if len(by_entry) > 1 else ""
+    return f"{words} struck in {struck} of {len(trials)} trials{per_entry}; the others had ended before"

@@ -15,14 +15,14 @@ import torch
 
 from torrential.config import Settings
 from torrential.options import make
-from torrential.resolve import Request, cluster_table
+from torrential.resolve import RunRequest, cluster_table
 from torrential.study.ask import ComputeTime
 from torrential.worlds.sim.cluster import make_cluster
 from torrential.worlds.sim.compute_time import measure_seconds_per_sample
 
 
 def measure_compute_times(
-    requests: Iterable[Request], device: str, known: Sequence[ComputeTime] = ()
+    requests: Iterable[RunRequest], device: str, known: Sequence[ComputeTime] = ()
 ) -> list[ComputeTime]:
     """One figure for each batch size and number of threads that is simulated without one; `known` are not repeated."""
     found = list(known)
@@ -34,7 +34,7 @@ def measure_compute_times(
     return found
 
 
-def with_compute_time(request: Request, measured: Sequence[ComputeTime]) -> Request:
+def with_compute_time(request: RunRequest, measured: Sequence[ComputeTime]) -> RunRequest:
     """The request with the study's figure in its cluster, if the cluster leaves that open."""
     table, figure = _table(request), _find(measured, request)
     if table is None or figure is None or not _leaves_it_open(table):
@@ -43,8 +43,8 @@ def with_compute_time(request: Request, measured: Sequence[ComputeTime]) -> Requ
     return replace(request, cluster=table | {"compute": compute})
 
 
-def _table(request: Request) -> dict[str, Any] | None:
-    """What is simulated; None: nothing is."""
+def _table(request: RunRequest) -> dict[str, Any] | None:
+    """The table of the simulated cluster; None: nothing is simulated."""
     if request.world != "sim":
         return None
     return cluster_table(request.cluster)
@@ -54,11 +54,11 @@ def _leaves_it_open(table: dict[str, Any] | None) -> bool:
     return table is not None and make_cluster(table).compute.seconds_per_sample == "measure"
 
 
-def _settings(request: Request) -> tuple[int, int]:
-    """What the time of a sample depends on: the batch size, and the number of threads."""
+def _settings(request: RunRequest) -> tuple[int, int]:
+    """The settings on which the time of a sample depends: the batch size, and the number of threads."""
     threads = make(Settings, {k: v for k, v in request.options.items() if k == "threads"}).threads
     return request.task.batch_size if request.batch_size is None else request.batch_size, threads or 1
 
 
-def _find(measured: Sequence[ComputeTime], request: Request) -> ComputeTime | None:
+def _find(measured: Sequence[ComputeTime], request: RunRequest) -> ComputeTime | None:
     return next((each for each in measured if (each.batch_size, each.threads) == _settings(request)), None)

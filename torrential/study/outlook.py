@@ -29,7 +29,7 @@ def outlook(question: Question) -> list[str]:
 
 
 def _too_few(trials: int, pairs: int) -> list[str]:
-    """That so many trials can decide nothing, whatever comes of them, and how many can."""
+    """The warning that so many trials can decide nothing, whatever comes of them, and how many can."""
     needed = max(FEWEST, statistics.trials_needed(pairs) if pairs else 0)
     if trials >= needed:
         return []
@@ -45,7 +45,7 @@ def _too_few(trials: int, pairs: int) -> list[str]:
 
 
 def measured(times: Sequence[ComputeTime]) -> list[str]:
-    """How long a sample takes where the cluster leaves that open."""
+    """The lines about how long a sample takes, where the cluster leaves that open."""
     if not times:
         return []
     each = [f"{time.seconds_per_sample:g} s" + (_in_batches(time) if len(times) > 1 else "") for time in times]
@@ -59,5 +59,5 @@ def _in_batches(time: ComputeTime) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """As in a sentence: "a", "a and b", "a, b and c"."""
+    """The words as a list in a sentence: "a", "a and b", "a, b and c"."""
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -21,7 +21,7 @@ RUNS = "runs"  # where those are that are reported
 
 @dataclass(frozen=True)
 class Trial:
-    """One run."""
+    """One run that a study plans."""
 
     entry: str  # its name
     spec: Spec  # with what is tried, or was chosen
@@ -37,7 +37,7 @@ class Trial:
 
 
 def pairs_of(question: Question) -> int:
-    """How many comparisons there are between the entries."""
+    """The number of comparisons between the entries."""
     return math.comb(len(question.entries), 2)
 
 

@@ -15,11 +15,11 @@ import msgspec
 from torrential.config import Settings
 from torrential.errors import BadInput
 from torrential.options import make
-from torrential.resolve import Request, ResolvedRun, cluster_table, resolve
+from torrential.resolve import ResolvedRun, RunRequest, cluster_table, resolve
 from torrential.strategies.base import Strategy, needs_servers
 from torrential.strategies.registry import resolve_strategy
 from torrential.study import statistics
-from torrential.study.ask import Asked, ComputeTime, Question, Spec, check_asked, grid, make_specs, with_values
+from torrential.study.ask import ComputeTime, Question, Spec, StudyRequest, check_asked, grid, make_specs, with_values
 from torrential.study.measured import measure_compute_times, with_compute_time
 from torrential.task import Task
 from torrential.tasks import load_task
@@ -31,7 +31,7 @@ CLOSE = 0.1  # how far the samples of an entry's interval may be off, as steps a
 
 @dataclass(frozen=True)
 class Subject:
-    """What a study trains: the task, and the class of each strategy that its entries name."""
+    """The subject of a study: the task, and the class of each strategy that its entries name."""
 
     task: Task
     source: str | None  # of the task; None: a program made it
@@ -39,7 +39,7 @@ class Subject:
 
 
 def make_question(
-    asked: Asked,
+    asked: StudyRequest,
     command: list[str],
     measured: Sequence[ComputeTime] = (),
     task: Task | None = None,
@@ -89,7 +89,7 @@ def _load_strategies(specs: Sequence[Spec], known: Mapping[str, type[Strategy]])
     return found
 
 
-def _check_auto(asked: Asked, entries: int) -> None:
+def _check_auto(asked: StudyRequest, entries: int) -> None:
     """Refuse to add trials where no number of them, or not as many as there may be, can decide anything."""
     pairs = math.comb(entries, 2)
     if not asked.auto:
@@ -104,13 +104,15 @@ def _check_auto(asked: Asked, entries: int) -> None:
         )
 
 
-def request(asked: Asked, spec: Spec, subject: Subject, seed: int, measured: Sequence[ComputeTime] = ()) -> Request:
+def request(
+    asked: StudyRequest, spec: Spec, subject: Subject, seed: int, measured: Sequence[ComputeTime] = ()
+) -> RunRequest:
     """One run of an entry."""
     options = {k: v for k, v in asked.set.items() if k != "evaluate_every"} | spec.options
     if spec.evaluate_every is not None:
         options["evaluate_every"] = str(spec.evaluate_every)
     kind = subject.strategies[spec.strategy]
-    run = Request(
+    run = RunRequest(
         task=subject.task,
         source=subject.source,
         strategy=kind,
@@ -130,7 +132,7 @@ def request(asked: Asked, spec: Spec, subject: Subject, seed: int, measured: Seq
     return with_compute_time(run, measured)
 
 
-def _check(asked: Asked, spec: Spec, subject: Subject) -> ResolvedRun:
+def _check(asked: StudyRequest, spec: Spec, subject: Subject) -> ResolvedRun:
     """Refuse what a run of this entry would refuse."""
     try:
         return resolve(request(asked, spec, subject, asked.seed))
@@ -138,7 +140,7 @@ def _check(asked: Asked, spec: Spec, subject: Subject) -> ResolvedRun:
         raise BadInput(f"{spec.name}: {error}") from error
 
 
-def _same_rules(asked: Asked, specs: list[Spec], runs: list[ResolvedRun]) -> tuple[list[Spec], int | None]:
+def _same_rules(asked: StudyRequest, specs: list[Spec], runs: list[ResolvedRun]) -> tuple[list[Spec], int | None]:
     """Steps mean different numbers of samples in different entries. What is given in steps counts those of the first
     entry; the others are stopped, and evaluated, after as many samples."""
     joined = [_samples_of_a_step(run) for run in runs]
@@ -176,8 +178,9 @@ def _fits(interval: float, joined: float) -> bool:
     return abs(round(interval / joined) * joined - interval) <= CLOSE * interval
 
 
-def _digest(asked: Asked, subject: Subject) -> str:
-    """Of the files of task and strategies and of the clusters, so that a study does not go on with other ones."""
+def _digest(asked: StudyRequest, subject: Subject) -> str:
+    """A digest of the files of task and strategies and of the clusters, so that a study does not go on with other
+    ones."""
     files = [split_spec(spec)[0] for spec in (subject.source or "", *subject.strategies)]
     parts = [Path(file).read_bytes() for file in files if file]
     parts += [msgspec.json.encode(cluster_table(cluster)) for cluster in asked.clusters]

@@ -42,12 +42,12 @@ def read_study(directory: Path, task: str | None = None) -> Study:
         if studies:
             raise BadInput(f"{directory} holds studies ({_few(studies)}); {one}")
         raise BadInput(f"there is no run in {directory}; make some with torrential compare, or torrential train")
-    apart = [f"studies are shown one at a time ({_few(studies)}); {one}"] if studies else []
-    return _plain(directory, inside, apart, task)
+    separate = [f"studies are shown one at a time ({_few(studies)}); {one}"] if studies else []
+    return _plain(directory, inside, separate, task)
 
 
 def _asked_or_plain(directory: Path, task: str | None) -> Study:
-    """Where the question cannot be read, what was answered is shown as it is."""
+    """The study in a directory; where its question cannot be read, its runs as they are."""
     try:
         question = read_question(directory)
     except BadInput as error:
@@ -145,7 +145,8 @@ def _asked(directory: Path, question: Question) -> Study:
 
 
 def _trials(entries: Sequence[Entry], looks: Sequence[int]) -> int:
-    """As many as were asked for; where trials are added, as many as the look needs that the last ones were made for."""
+    """The number of trials asked for; where trials are added, as many as the look needs that the last ones were made
+    for."""
     begun = max(len(entry.runs) for entry in entries)
     return next((trials for trials in looks if trials >= begun), looks[-1])
 
@@ -221,7 +222,7 @@ def _group(runs: Sequence[Run], problems: list[str]) -> list[Entry]:
 
 
 def _set_options(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Of strategy, world and recipe: those that are not as they would be if nothing was said."""
+    """The options of strategy, world and recipe that are not at their defaults."""
     from torrential.strategies import STRATEGIES
 
     settings = {name: value for name, value in config["settings"].items() if name != "evaluate_every"}

@@ -29,7 +29,7 @@ def unit_of_time(world: str) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """One trial."""
+    """One trial as its records show it."""
 
     directory: Path
     manifest: Manifest
@@ -63,12 +63,12 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """That it trained."""
+        """The seconds that the run trained."""
         return max((step.time for step in self.steps), default=0.0)
 
     @property
     def samples(self) -> int:
-        """That it trained on until the target, or its end."""
+        """The samples that the run trained on until the target, or its end."""
         trained = max((step.samples for step in self.steps), default=0)
         return trained if self._samples_to_target is None else self._samples_to_target
 
@@ -95,7 +95,7 @@ class Run:
 
 
 def _share_before(end: int, first: int, last: int) -> float:
-    """Of what happened from the first to the last."""
+    """The share that lies before `end`, of what happened from the first to the last."""
     if last <= end:
         return 1.0
     return max(0, end - first) / (last - first) if last > first else 0.0

@@ -12,7 +12,7 @@ from torrential.study.ask import Question
 from torrential.study.plan import Trial
 from torrential.study.question import Subject, request
 from torrential.study.results import DIVERGED
-from torrential.study.watch import Watching
+from torrential.study.watch import StudyProgress
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.warm import Warm
 
@@ -20,7 +20,7 @@ from torrential.worlds.local.warm import Warm
 class Train:
     """A Runner. Processes of all runs come from one that has torch loaded."""
 
-    def __init__(self, question: Question, subject: Subject, watching: Watching) -> None:
+    def __init__(self, question: Question, subject: Subject, watching: StudyProgress) -> None:
         self._question, self._subject, self._watching = question, subject, watching
         self._warm: Warm | None = None
 
@@ -51,7 +51,7 @@ class Train:
         return self._warm.launch()
 
     def _note(self, trial: Trial, error: Diverged) -> None:
-        """It has missed the target, and would do so again: that is its result, and belongs to its records."""
+        """Record that a diverged trial has missed the target: it would do so again, so that is its result."""
         path = trial.directory / records.RECORDS
         when = max((record.time for record in records.read_records(path) if isinstance(record, Step)), default=0.0)
         with RecordWriter(path) as writer:

@@ -85,7 +85,7 @@ def _unit(study: Study) -> str:
 
 
 def columns(study: Study) -> list[str]:
-    """Of the table that has a line for each entry."""
+    """The columns of the table that has a line for each entry."""
     s, value = _unit(study), f"test {study.metric}"
     if study.target is None:
         return ["entry", "ended", f"trained, {s}", value, "options"]
@@ -155,7 +155,7 @@ def _short(value: float) -> str:
 def to_json(study: Study, verdict: Verdict, report: Path | None) -> str:
     """One object on one line; what is not a finite number is null."""
     runs, seconds = tuning.cost(study)
-    told = {
+    shown = {
         "task": study.task,
         "metric": study.metric,
         "target": study.target,
@@ -173,7 +173,7 @@ def to_json(study: Study, verdict: Verdict, report: Path | None) -> str:
         "out": str(study.directory),
         "report": None if report is None else str(report),
     }
-    return msgspec.json.encode(told).decode()  # msgspec writes what is not finite as null
+    return msgspec.json.encode(shown).decode()  # msgspec writes what is not finite as null
 
 
 def _row(row: Row) -> dict[str, Any]:

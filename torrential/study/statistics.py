@@ -35,7 +35,7 @@ Samples = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Spread:
-    """Of the trials that have a value; `median` is of all, missed ones included, and may be infinite."""
+    """The spread of the trials that have a value; `median` is of all, missed ones included, and may be infinite."""
 
     count: int
     mean: float
@@ -55,7 +55,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Difference:
-    """How many times sooner the first is than the second; infinite where most of the second missed."""
+    """The difference of two entries: how many times sooner the first is; infinite where most of the second missed."""
 
     ratio: float
     low: float  # of the interval that goes with the test
@@ -88,7 +88,7 @@ def doubled_ranks(values: Sequence[float]) -> list[int]:
 
 @functools.lru_cache(maxsize=64)
 def ways_to_sum(numbers: tuple[int, ...], chosen: int) -> Samples:
-    """In how many ways so many of the numbers add up to 0, 1, 2, ...; not to be changed, as it is kept."""
+    """The number of ways in which so many of the numbers add up to 0, 1, 2, ...; not to be changed, as it is kept."""
     ways: Samples = np.zeros((chosen + 1, sum(numbers) + 1))  # by how many were chosen
     ways[0, 0] = 1
     for number in numbers:
@@ -103,7 +103,7 @@ def least_p(first: int, second: int) -> float:
 
 
 def trials_needed(pairs: int, level: float = LEVEL) -> int:
-    """For each entry, so that any of so many comparisons can show a difference at all."""
+    """The trials of each entry with which any of so many comparisons can show a difference at all."""
     trials = 2
     while least_p(trials, trials) * pairs > level:
         trials += 1
@@ -128,12 +128,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def corrected(p_values: Sequence[float], looks: int) -> list[float]:
-    """After Holm for being several, and for being looked at up to so many times."""
+    """The p-values, corrected after Holm for being several, and for being looked at up to so many times."""
     return [min(1.0, looks * p) for p in holm(p_values)]
 
 
 def interval(first: Sequence[float], second: Sequence[float], level: float = LEVEL) -> tuple[float, float]:
-    """Of the ratio second / first, with a confidence of at least 1 - level; (0, inf) where there are too few trials."""
+    """The confidence interval of the ratio second / first, with a confidence of at least 1 - level; (0, inf) where
+    there are too few trials."""
     ratios, rejected = _ratios(first, second), _largest_rejected(len(first), len(second), level)
     return (0.0, math.inf) if rejected is None else (float(ratios[rejected]), float(ratios[-rejected - 1]))
 

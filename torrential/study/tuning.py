@@ -25,7 +25,7 @@ def choose(tried: Sequence[Tried], maximize: bool) -> dict[str, str]:
 
 
 def best_value(run: Run, maximize: bool) -> float | None:
-    """Of the metric on validation data."""
+    """The best value of the metric on validation data."""
     values = [evaluation.value for evaluation in run.validation if math.isfinite(evaluation.value)]
     return (max if maximize else min)(values, default=None)
 
@@ -37,7 +37,7 @@ def _goodness(run: Run, maximize: bool) -> float:
 
 
 def cost(study: Study) -> tuple[int, float]:
-    """Of tuning: runs, and worker-seconds."""
+    """The cost of tuning: runs, and worker-seconds."""
     runs = [(entry, run) for entry in study.tuning for run in entry.finished]
     return len(runs), sum(entry.workers * run.seconds for entry, run in runs)
 

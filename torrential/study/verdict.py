@@ -28,7 +28,7 @@ MANY_PAIRS = 6  # with more, words are about the soonest against the others
 
 @dataclass(frozen=True)
 class Row:
-    """One entry, over its trials that ended by themselves."""
+    """One entry of the verdict, over its trials that ended by themselves."""
 
     entry: Entry
     trials: int
@@ -87,7 +87,7 @@ def judge(study: Study) -> Verdict:
     rows = [_row(entry) for entry in study.entries]
     refused = _refused(study, rows)
     pairs = [] if refused else _pairs(study, rows)
-    if not refused and not _is_settled(study, rows, pairs):
+    if not refused and not _is_decided(study, rows, pairs):
         refused, pairs = [_undecided(study)], []
     if not refused:
         sentences = [_answer(study, rows, pairs), *(pair.sentence for pair in _worth_saying(study, rows, pairs))]
@@ -98,14 +98,14 @@ def judge(study: Study) -> Verdict:
     return Verdict(rows, pairs, sentences + late_faults(study), _rules(study, pairs), refused)
 
 
-def is_settled(study: Study) -> bool:
+def is_decided(study: Study) -> bool:
     """Whether more trials are of no use: it is decided which entry is soonest, or there are as many as there may be, or
     none can help."""
     rows = [_row(entry) for entry in study.entries]
-    return bool(_refused(study, rows)) or _is_settled(study, rows, _pairs(study, rows))
+    return bool(_refused(study, rows)) or _is_decided(study, rows, _pairs(study, rows))
 
 
-def _is_settled(study: Study, rows: list[Row], pairs: list[Pair]) -> bool:
+def _is_decided(study: Study, rows: list[Row], pairs: list[Pair]) -> bool:
     if not study.looks or study.trials == study.looks[-1]:
         return True
     best = soonest(rows)
@@ -145,7 +145,7 @@ def _pairs(study: Study, rows: list[Row]) -> list[Pair]:
 
 
 def _looks(study: Study) -> int:
-    """By which p-values are corrected: how often it may be looked whether there is an answer."""
+    """The number of looks at the data by which p-values are corrected."""
     return LOOKS if study.looks else 1
 
 
@@ -270,7 +270,7 @@ def _undecided(study: Study) -> str:
 
 
 def _nearest(study: Study) -> str:
-    """Who came nearest on validation data, as far as is known."""
+    """The entry that came nearest to the target on validation data, as far as is known."""
     found = [
         (value, entry.name)
         for entry in study.entries
@@ -284,7 +284,7 @@ def _nearest(study: Study) -> str:
 
 
 def _sentence(study: Study, pair: Pair, corrections: int) -> str:
-    """What can be said of two entries; a p-value is multiplied by as much as `corrections`."""
+    """The sentence about two entries; a p-value is multiplied by as much as `corrections`."""
     first, second, of = pair.first, pair.second, pair.difference
     a, b, target = first.entry.name, second.entry.name, _target(study)
     trials = f"{counted(first.trials, 'trial')} each"

@@ -25,8 +25,8 @@ from torrential.study.read import read_run
 from torrential.study.results import Run, unit_of_time
 
 
-class Watching:
-    """A Watch, which also gives out listeners for the runs."""
+class StudyProgress:
+    """A StudyListener that shows progress, and also gives out listeners for the runs."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Watching:
             self._live.update(self._area(), refresh=True)
 
     def _time_left(self) -> str:
-        """If the runs to come take as long as those that have ended here."""
+        """The time still to go, if the runs to come take as long as those that have ended here."""
         if not self._ended_here or self._done == self._runs:
             return ""
         under_way = 0.0 if self._trial is None else self._clock() - self._began
@@ -133,7 +133,7 @@ class Watching:
 class Listening:
     """A listener to one run; has no `close`, as the study goes on after it."""
 
-    def __init__(self, watching: Watching) -> None:
+    def __init__(self, watching: StudyProgress) -> None:
         self._watching = watching
 
     def record(self, record: Record) -> None:
@@ -146,7 +146,7 @@ class Listening:
 
 
 def describe(run: Run, metric: str, target: float) -> str:
-    """How a run ended, in a few words."""
+    """The end of a run in a few words."""
     wanted = f"{metric_value(metric, target)} {metric}"
     if run.diverged:
         return f"missed {wanted}, diverged"

@@ -44,7 +44,7 @@ SOURCE = Source(
 
 
 def cifar10(data_dir: Path | None = None) -> Task:
-    """ResNet-20."""
+    """ResNet-20 on CIFAR-10."""
     spec = optimizer("sgd", lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
     return _task("cifar10", resnet20, spec, epochs=60, data_dir=data_dir)
 

@@ -21,14 +21,14 @@ from torrential.data.batches import Batches
 from torrential.data.deal import Deal, order
 from torrential.membership.machine import Membership
 from torrential.server.messages import Done, Push, Range, Refused, Take
-from torrential.server.role import Server
+from torrential.server.server import Server
 from torrential.server.shard import Shard
 from torrential.strategies.base import needs_servers
 from torrential.testing.events import EVENTS, Happened
 from torrential.testing.ledger import Ledger
 from torrential.trainer.context import RoleContext
 from torrential.trainer.randomness import seed_all
-from torrential.trainer.serving import ServerPlan
+from torrential.trainer.server_plan import ServerPlan
 from torrential.trainer.snapshot import Snapshot
 from torrential.worlds.base import Job
 from torrential.worlds.sim.kernel import Kernel
@@ -66,10 +66,10 @@ class Audit:
             self._ledger = Ledger(plan.initial().parameters, plan.consistency, self._complain)
 
     def _complain(self, what: str) -> None:
-        """Told from inside of roles; raised between events."""
+        """Note a violation inside of a role; it is raised between events."""
         self._wrong.append(what)
 
-    def look(self) -> None:
+    def raise_violation(self) -> None:
         if self._wrong:
             raise Violation(self._wrong[0])
 
@@ -98,13 +98,13 @@ class Audit:
         until = self._kernel.now + QUIET_SECONDS
         while self._kernel.now < until and not self._kernel.failures and self._kernel.step():
             pass
-        self.look()
+        self.raise_violation()
         finished = self._job.config.steps is None
         if self._ledger is None:
             self._compare_with_plain_training(finished)
         elif not self.lost:
-            self._look_at_servers(finished)
-        self.look()
+            self._check_servers(finished)
+        self.raise_violation()
 
     # -- between events -------------------------------------------------------------------------------------------
     def _between(self) -> None:
@@ -113,7 +113,7 @@ class Audit:
             self._living = len(self._hub.mails)
             for address in [a for a, role in self._roles.items() if self._hub.mails.get(a) is not role.comm]:
                 self._died(address)
-            self._look_for_losses()
+            self._find_losses()
         if self._ledger is None:
             for rank, worker in self._roles.items():
                 if worker.step != self._steps[rank]:  # type: ignore[union-attr]
@@ -134,7 +134,7 @@ class Audit:
         elif address < SERVERS:
             self._ledger.died(address)
 
-    def _look_for_losses(self) -> None:
+    def _find_losses(self) -> None:
         """Whether something is gone that the run cannot go on without."""
         for r in self._table():
             if not any(self._holds(member, r) for member in r.chain):
@@ -168,7 +168,7 @@ class Audit:
                 self._complain(f"a request was refused: {message.reason}")
 
     def _executes(self, worker: int, clock: int) -> None:
-        """It has read what it begins this clock with."""
+        """Note that a worker has begun this clock, and check that no other is too far from it."""
         staleness = self._consistency.staleness
         if staleness is None or self._consistency.first is not None:
             return
@@ -223,7 +223,7 @@ class Audit:
                     self._complain(f"worker {worker.comm.rank} is off plain training by {off} after {steps} steps")
 
     # -- servers --------------------------------------------------------------------------------------------------
-    def _look_at_servers(self, finished: bool) -> None:
+    def _check_servers(self, finished: bool) -> None:
         assert self._ledger is not None
         config, table = self._job.config, self._table()
         whole = torch.zeros(table[-1].stop, dtype=torch.float64)
@@ -232,7 +232,7 @@ class Audit:
             whole[r.start : r.stop] = head.parameters
             for address in r.chain[1:]:
                 self._compare(r, head, self._shard(address, r))
-        self.look()
+        self.raise_violation()
         if self._linear:
             self._ledger.explain(whole, table, "parameters")
         if not self._consistency.aggregates:
@@ -255,7 +255,7 @@ class Audit:
         return link.shard
 
     def _compare(self, r: Range, head: Shard, replica: Shard) -> None:
-        ours, theirs = head._rest(), replica._rest()
+        ours, theirs = head.metadata(), replica.metadata()
         names = [n for n in ours.__struct_fields__ if n != "answers" and getattr(ours, n) != getattr(theirs, n)]
         if head.number != replica.number:
             names.append("number")

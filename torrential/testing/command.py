@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torrential import streams
 from torrential.terminal import Terminal, check_output
 from torrential.testing.schedule import draw
-from torrential.testing.sweep import Failure, outcome, outcomes
+from torrential.testing.sweep import ScheduleFailed, outcome, outcomes
 
 MOST_FAILURES = 5
 
@@ -31,16 +31,20 @@ def sweep(
     console = Terminal(highlight=False, soft_wrap=True)
     if seed is not None:
         result = outcome(seed)
-        said = str(result) if isinstance(result, Failure) else f"{draw(seed)}\n{result or 'nothing'} was lost; all held"
+        said = (
+            str(result)
+            if isinstance(result, ScheduleFailed)
+            else f"{draw(seed)}\n{result or 'nothing'} was lost; all held"
+        )
         console.print(said, markup=False)
-        raise typer.Exit(isinstance(result, Failure))
-    began, done, lost, failures = perf_counter(), 0, Counter[str](), list[Failure]()
+        raise typer.Exit(isinstance(result, ScheduleFailed))
+    began, done, lost, failures = perf_counter(), 0, Counter[str](), list[ScheduleFailed]()
     with _bar(console) as bar:
         task = bar.add_task("schedules", total=schedules)
         for result in outcomes(range(first, first + schedules), jobs):
             bar.advance(task)
             done += 1
-            if isinstance(result, Failure):
+            if isinstance(result, ScheduleFailed):
                 failures.append(result)
                 bar.console.print(str(result), markup=False)
                 if len(failures) == MOST_FAILURES:

@@ -10,8 +10,8 @@ import msgspec
 from torrential.comm.protocol import Letter, role_name
 from torrential.membership.messages import Roster
 from torrential.worlds.sim.comm import SimMessenger
-from torrential.worlds.sim.group import Group
-from torrential.worlds.sim.kernel import Role
+from torrential.worlds.sim.group import SimMembership
+from torrential.worlds.sim.kernel import SimRole
 from torrential.worlds.sim.mail import SimMail
 
 EVENTS = 150  # kept
@@ -21,20 +21,20 @@ Happened = tuple[float, Callable[..., None], tuple[Any, ...]]  # when, what was 
 
 
 def last(events: Iterable[Happened]) -> list[str]:
-    """Without the turns of roles: what they do shows in their messages."""
+    """The last events without the turns of roles: what these do shows in their messages."""
     lines = [f"  {time:10.6f}  {_words(do, args)}" for time, do, args in events if not _is_turn(do)]
     return lines[-SHOWN:]
 
 
 def _is_turn(do: Callable[..., None]) -> bool:
-    return isinstance(getattr(do, "__self__", None), Role)
+    return isinstance(getattr(do, "__self__", None), SimRole)
 
 
 def _words(do: Callable[..., None], args: tuple[Any, ...]) -> str:
     owner = getattr(do, "__self__", None)
     if isinstance(owner, SimMail):
         return f"{who(owner.address)} gets {_brief(args[0])}"
-    if isinstance(owner, Group) and args:
+    if isinstance(owner, SimMembership) and args:
         about = f"{_brief(args[1])}" if len(args) > 1 else do.__name__
         return f"{args[0]} gets {about}" if do == owner.deliver else f"the membership hears of {args[0]}: {about}"
     if isinstance(owner, SimMessenger):
@@ -58,6 +58,8 @@ def _brief(value: Any) -> str:
         fields = {n: getattr(value, n) for n in value.__struct_fields__}
         if "seq" in fields:
             fields["seq"] &= 0xFFFFFFFF
-        told = (f"{n}={v}" for n, v in fields.items() if not isinstance(v, bytes) and v not in (0, False, None, "", ()))
-        return f"{type(value).__name__}({', '.join(told)})"
+        shown = (
+            f"{n}={v}" for n, v in fields.items() if not isinstance(v, bytes) and v not in (0, False, None, "", ())
+        )
+        return f"{type(value).__name__}({', '.join(shown)})"
     return str(value) if isinstance(value, int | float | str) else type(value).__name__

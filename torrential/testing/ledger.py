@@ -23,7 +23,7 @@ from torrential.server.messages import Done, Push, Range, Span
 TOLERANCE = 1e-9  # of sums of float64; the smallest gradient that matters is far above it
 MOST_UNSURE = 12  # pushes on one range, up to which all combinations are tried
 
-Hand = tuple[int, int, int]  # epoch, first, last
+Samples = tuple[int, int, int]  # epoch, first, last
 
 
 class Pushed:
@@ -48,7 +48,7 @@ class Ledger:
     def __init__(self, initial: Tensor, consistency: Consistency, complain: Callable[[str], None]) -> None:
         self._initial, self._consistency, self._complain = initial, consistency, complain
         self._pushes: dict[tuple[int, int], Pushed] = {}
-        self._hands: dict[int, Hand] = {}  # by lease
+        self._samples: dict[int, Samples] = {}  # by lease
         self._holders: dict[int, tuple[int, int]] = {}  # by lease: worker and request
         self._reads: dict[tuple[Span, int], bytes] = {}  # by span and version
         self.acknowledged = 0
@@ -86,14 +86,14 @@ class Ledger:
             self._read(worker, spans, done.version, tensors)
 
     def _dealt(self, worker: int, done: Done) -> None:
-        hand = done.epoch, *done.indices
-        if self._hands.setdefault(done.lease, hand) != hand or self._holders.setdefault(
+        samples = done.epoch, *done.indices
+        if self._samples.setdefault(done.lease, samples) != samples or self._holders.setdefault(
             done.lease, (worker, done.seq)
         ) != (worker, done.seq):
-            self._complain(f"lease {done.lease} was given out twice: {self._hands[done.lease]} and {hand}")
+            self._complain(f"lease {done.lease} was given out twice: {self._samples[done.lease]} and {samples}")
 
     def _read(self, worker: int, spans: Sequence[Span], version: int, tensors: Sequence[Tensor]) -> None:
-        """In step, parameters of one version are the same for everybody."""
+        """Check that parameters of one version are the same for everybody, where pushes are summed."""
         for span, tensor in zip(spans, tensors, strict=bool(tensors)):
             read = tensor.numpy().tobytes()
             if self._reads.setdefault((span, version), read) != read:
@@ -105,11 +105,11 @@ class Ledger:
 
     # -- sums -----------------------------------------------------------------------------------------------------
     def explain(self, vector: Tensor, table: Iterable[Range], what: str, dealer: Dealer | None = None) -> None:
-        """Whether these parameters are what the pushes made them; with `dealer`: those whose samples it counts as
-        used, however they were answered."""
+        """Check that these parameters are what the pushes made them; with `dealer`: the pushes whose samples it counts
+        as used, however they were answered."""
         pushes = [p for p in self._pushes.values() if p.adds]
         if dealer is not None:
-            pushes = [p for p in pushes if p.lease and used(dealer, self._hands[p.lease])]
+            pushes = [p for p in pushes if p.lease and used(dealer, self._samples[p.lease])]
         for r in table:
             here = slice(r.start, r.stop)
             left = self._initial[here] - vector[here]
@@ -125,7 +125,7 @@ class Ledger:
                 self._complain(f"{what} from {r.start} to {r.stop} are not the sum of what was pushed (off by {most})")
 
     def versions(self, table: Iterable[Range], found: Callable[[Range], int]) -> None:
-        """Where every push is an update."""
+        """Check the versions of ranges against the pushes, where every push is an update."""
         pushes = [p for p in self._pushes.values() if p.adds]
         for r in table:
             sure = sum(bool(p.applied[r.start]) for p in pushes)
@@ -141,7 +141,7 @@ class Ledger:
         sure, perhaps = torch.zeros(2, epochs, samples, dtype=torch.int64)
         for push in self._pushes.values():
             if push.lease and not push.dropped[0]:
-                epoch, first, last = self._hands[push.lease]
+                epoch, first, last = self._samples[push.lease]
                 (sure if push.applied[0] else perhaps)[epoch, first:last] += 1
         for wrong, how in ((sure > 1, "twice"), ((sure + perhaps == 0) & all_of_them, "never")):
             if wrong.any():
@@ -149,9 +149,9 @@ class Ledger:
                 self._complain(f"sample {place} of epoch {epoch} was trained on {how}")
 
 
-def used(dealer: Dealer, hand: Hand) -> bool:
+def used(dealer: Dealer, samples: Samples) -> bool:
     """Whether a dealer in whose copy nothing is leased has these samples behind it."""
-    epoch, first, last = hand
+    epoch, first, last = samples
     dealt = (epoch, last) <= (dealer.epoch, dealer.cursor) if epoch == dealer.epoch else epoch < dealer.epoch
     return dealt and not any(h.epoch == epoch and h.first < last and first < h.last for h in dealer.returned)
 

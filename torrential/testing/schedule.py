@@ -14,7 +14,7 @@ SECONDS_PER_SAMPLE = 1e-3
 ALGORITHMS = ("auto", "naive", "direct", "ring", "halving", "blocks", "tree")
 
 
-class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+class FaultSchedule(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     strategy: str
     options: dict[str, Any]
@@ -44,7 +44,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def draw(seed: int) -> Schedule:
+def draw(seed: int) -> FaultSchedule:
     chance = Random(f"schedule {seed}")
     strategy = chance.choice(sorted(name for name, kind in STRATEGIES.items() if "sim" in kind.worlds))
     served = needs_servers(STRATEGIES[strategy])
@@ -59,7 +59,7 @@ def draw(seed: int) -> Schedule:
         settings["algorithm"] = chance.choice(ALGORITHMS)
     if chance.random() < 0.3:
         settings["evaluate_every"] = chance.randint(1, 5)
-    return Schedule(
+    return FaultSchedule(
         seed=seed,
         strategy=strategy,
         options=_options(strategy, workers, chance),

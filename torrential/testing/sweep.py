@@ -23,7 +23,7 @@ from torrential.strategies.registry import resolve_strategy
 from torrential.task import OptimizerSpec, Task
 from torrential.testing.audit import Audit, Violation
 from torrential.testing.events import last
-from torrential.testing.schedule import Schedule, draw
+from torrential.testing.schedule import FaultSchedule, draw
 from torrential.trainer.observer import Observer
 from torrential.trainer.pending import Parts
 from torrential.trainer.snapshot import Snapshot
@@ -37,8 +37,8 @@ MOST_SAMPLES = 100
 BATCH = 20  # schedules that a process is given at a time
 
 
-class Failure(Exception):
-    """Says what is wrong, in which schedule, and how to see it again."""
+class ScheduleFailed(Exception):
+    """A schedule broke an invariant; the text says which, in which schedule, and how to see it again."""
 
     def __init__(self, seed: int, text: str) -> None:
         self.seed = seed
@@ -49,7 +49,7 @@ class Failure(Exception):
 
 
 def check(seed: int) -> str:
-    """Run the schedule of a seed; raises Failure. Returns what was lost in it, so that it could not end well, or ""."""
+    """Run the schedule of a seed; raises ScheduleFailed. Returns what was lost so that it could not end well, or ""."""
     schedule = draw(seed)
     audit = Audit(_job(schedule), linear=not schedule.momentum and schedule.options.get("server") != "adagrad")
     try:
@@ -64,12 +64,12 @@ def check(seed: int) -> str:
     except Exception as error:
         wrong = f"an error{_traceback(error)}"
     again = f"again: python -m torrential.testing --seed {seed}"
-    raise Failure(
+    raise ScheduleFailed(
         seed, "\n".join([f"seed {seed}: {wrong}", str(schedule), "the last events:", *last(audit.events), again])
     )
 
 
-def outcomes(seeds: range, jobs: int) -> Iterator[Failure | str]:
+def outcomes(seeds: range, jobs: int) -> Iterator[ScheduleFailed | str]:
     if jobs == 1:
         yield from map(outcome, seeds)
         return
@@ -80,11 +80,11 @@ def outcomes(seeds: range, jobs: int) -> Iterator[Failure | str]:
         pool.shutdown(cancel_futures=True)
 
 
-def outcome(seed: int) -> Failure | str:
-    """As of `check`, but what it raises is returned."""
+def outcome(seed: int) -> ScheduleFailed | str:
+    """The outcome of `check`: what it returns, or the failure that it raises."""
     try:
         return check(seed)
-    except Failure as failure:
+    except ScheduleFailed as failure:
         return failure
 
 
@@ -92,8 +92,8 @@ def _traceback(error: BaseException | None) -> str:
     return "" if error is None else "\n" + "".join(traceback.format_exception(error)).rstrip()
 
 
-def simulate(schedule: Schedule, audit: Audit | None = None) -> tuple[list[Record], list[bytes]]:
-    """Its records, and the parameters of its checkpoints."""
+def simulate(schedule: FaultSchedule, audit: Audit | None = None) -> tuple[list[Record], list[bytes]]:
+    """Run a schedule; returns its records, and the parameters of its checkpoints."""
     records: list[Record] = []
     observer = Forgetful(audit)
     world = SimWorld(make_cluster(schedule.cluster), observer.of, audit)
@@ -101,7 +101,7 @@ def simulate(schedule: Schedule, audit: Audit | None = None) -> tuple[list[Recor
     return records, observer.saved
 
 
-def _job(schedule: Schedule) -> Job:
+def _job(schedule: FaultSchedule) -> Job:
     task = _task(schedule.samples, schedule.momentum)
     strategy = resolve_strategy(schedule.strategy).make(schedule.options)
     config = RunConfig(
@@ -117,7 +117,7 @@ def _job(schedule: Schedule) -> Job:
         target=None,
         samples=schedule.samples,
         batch_size=schedule.batch_size,
-        samples_per_step=strategy.joined(schedule.workers, schedule.batch_size),
+        samples_per_step=strategy.samples_per_update(schedule.workers, schedule.batch_size),
         lr=RATE,
         optimizer={},
         seed=schedule.seed,

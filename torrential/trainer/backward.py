@@ -2,9 +2,10 @@
 
     Gradients      a model and its data
     Portion        of a batch; what is computed on it depends on this, the model's parameters and its buffers alone
-    Work           some portions, whose gradients are added up in the parameters; call it to have it done
+    GradientWork   some portions, whose gradients are added up in the parameters; call it to have it done
 
-A world may have a Work done by somebody who has the same task, and hand over what came out (worlds/sim/hands.py).
+A world may have a GradientWork done by another process that has the same task, and hand over its gradients
+(worlds/sim/gradient_pool.py).
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Gradients:
         return self._batches.fetch(indices)
 
     def add_up(self, portions: Sequence[Portion], last: Callable[[], None] | None = None) -> list[float]:
-        """In the parameters' `grad`; returns the portions' losses. `last` is called before the last backward."""
+        """Add the portions' gradients up in the parameters' `grad`; returns the portions' losses. `last` is called
+        before the last backward."""
         losses, buffers = list[float](), list[Tensor]()
         for done, portion in enumerate(portions, start=1):
             seed_all(self._device, self._seed, 1, *portion.position)
@@ -69,7 +71,7 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Work:
+class GradientWork:
     gradients: Gradients
     portions: Sequence[Portion]
     watch: BackwardWatch | None = None

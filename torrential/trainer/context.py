@@ -11,7 +11,7 @@ from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import COORDINATORS, Comm
 from torrential.config import RunConfig
 from torrential.optim.schedule import schedule_of
-from torrential.params.home import Home
+from torrential.params.base import CommonParameters
 from torrential.server.client import Client
 from torrential.server.optimizer import state_names
 from torrential.strategies.base import Strategy, servers_of
@@ -27,8 +27,8 @@ from torrential.trainer.snapshots import Snapshots
 from torrential.trainer.state import NamedStates
 
 
-def _untimed(home: Home) -> Home:
-    return home
+def _untimed(parameters: CommonParameters) -> CommonParameters:
+    return parameters
 
 
 class RoleContext:
@@ -42,18 +42,18 @@ class RoleContext:
         comm: Comm,
         outlet: Outlet,
         device: torch.device,
-        meeting: torch.device | None = None,
+        reduce_device: torch.device | None = None,
         checkpoint: Checkpoint | None = None,
         life: int = 0,
-        timed: Callable[[Home], Home] = _untimed,
+        timed: Callable[[CommonParameters], CommonParameters] = _untimed,
     ) -> None:
         """`checkpoint`: what the run goes on from; `life`: how many with this address have been there before."""
         self.task, self.config, self.strategy, self.comm, self.outlet = task, config, strategy, comm, outlet
         self._device, self._dry = device, device.type == "meta"
-        self._meeting = torch.device("cpu") if meeting is None else meeting
+        self._reduce_device = torch.device("cpu") if reduce_device is None else reduce_device
         self._checkpoint, self._life, self._timed = checkpoint, life, timed
         alone = comm.address >= COORDINATORS
-        schedule = schedule_of(config, strategy.joined(config.workers, config.batch_size))
+        schedule = schedule_of(config, strategy.samples_per_update(config.workers, config.batch_size))
         self.servers = servers_of(strategy, config.workers, max(1, config.servers))
         self._first = checkpoint if self.servers is not None or alone or not life else None
         self.state = NamedStates(None if self._first is None else self._first.workers, str(comm.address))
@@ -76,7 +76,7 @@ class RoleContext:
             self.state,
             self.progress,
             self._device,
-            self._meeting,
+            self._reduce_device,
             self.comm.address < COORDINATORS,
             self._timed,
             self._first,
@@ -94,7 +94,7 @@ class RoleContext:
 
     def _go_on_alone(self) -> None:
         """A coordinator gives its snapshots alone, and knows by itself where it is in the data."""
-        self.progress.settle = lambda: self.snapshots.give_when_due(alone=True)
+        self.progress.give_snapshot = lambda: self.snapshots.give_when_due(alone=True)
         if self._first is not None:
             self.data.place(self._first.epoch, self._first.cursor)
             self.snapshots.resumed()

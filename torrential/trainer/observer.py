@@ -17,7 +17,7 @@ from torrential.strategies.base import Strategy
 from torrential.task import Task, build_model
 from torrential.trainer.pending import Parts
 from torrential.trainer.randomness import seed_all
-from torrential.trainer.snapshot import Snapshot, load_flat, load_rest, to_checkpoint
+from torrential.trainer.snapshot import Snapshot, load_flat, load_tensors, to_checkpoint
 from torrential.trainer.state import EVERYBODY
 from torrential.usercode import calling
 
@@ -50,7 +50,7 @@ class Observer:
         states of workers by rank."""
         if flat:
             load_flat(self.model, self.layout, flat)
-        load_rest(self.model, _named(rest, "rest/") | dict(self._strategy.assembled(parts)))
+        load_tensors(self.model, _named(rest, "rest/") | dict(self._strategy.assembled(parts)))
 
     def load_saved(self) -> Snapshot | None:
         """The newest snapshot that was saved; when its parameters existed is on record with its evaluation."""
@@ -70,7 +70,7 @@ class Observer:
         )
 
     def evaluate(self, snapshot: Snapshot, split: str) -> Evaluation:
-        """Of the parameters last loaded."""
+        """Evaluate the parameters that were loaded last."""
         data = self._data[split]
         value = loss = 0.0
         seed_all(self.device, self.config.seed, 2, snapshot.step)  # for models that draw here, too

@@ -7,7 +7,7 @@ from torch import nn
 from torrential.config import RunConfig
 from torrential.errors import BadInput, RunFailed
 from torrential.optim.schedule import schedule_of
-from torrential.params.home import gradients, is_elementwise
+from torrential.params.base import gradients, is_elementwise
 from torrential.params.layout import Layout, plan
 from torrential.params.whole import DRAWS, form_of
 from torrential.server.optimizer import bounds
@@ -34,7 +34,7 @@ def check_optimizer(config: RunConfig, strategy: Strategy, spec: OptimizerSpec, 
         return  # it may need a GPU, which this process must not take hold of: workers try it there
     if form.draws and config.workers > 1:
         raise BadInput(DRAWS.format(name=name, workers=config.workers))
-    joined = strategy.joined(config.workers, config.batch_size)
+    joined = strategy.samples_per_update(config.workers, config.batch_size)
     if not (form.obeys or schedule_of(config, joined).constant(joined)):
         raise BadInput(
             f"{name} takes no notice of a learning rate that changes, and this run's does; leave out what changes it "

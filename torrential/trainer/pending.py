@@ -13,8 +13,9 @@ T = TypeVar("T")
 Parts = dict[int, Mapping[str, Tensor]]  # rank -> that worker's own states, by "<name>/<key>"
 
 
-class Pending(Generic[T]):
-    """In the order in which they came. After a change of members one step may be given twice, its parts too."""
+class PendingSnapshots(Generic[T]):
+    """Snapshots in the order in which they came, until they are complete. After a change of members one step may be
+    given twice, its parts too."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Snapshot, T]] = []

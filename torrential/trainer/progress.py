@@ -47,7 +47,7 @@ class TrainingProgress:
         self._staleness: Counter[int] = Counter()
         self._dropped = 0
         self.saving: Saving | None = None  # of what servers keep, where there are any
-        self.settle: Callable[[], None] = lambda: None  # gives a snapshot, where this role does that outside of rounds
+        self.give_snapshot: Callable[[], None] = lambda: None  # set where this role gives snapshots outside of rounds
         self._was_first = not late and comm.rank == 0
         self._saved = -1 if late else self._saves_due(self.epoch)  # checkpoints asked for so far; -1: not known
 
@@ -100,7 +100,7 @@ class TrainingProgress:
             self.refuse(loss)
         self.stopped = self._comm.stop_requested()
         self.stepped(samples, loss)
-        self.settle()
+        self.give_snapshot()
 
     def snapshot_due(self) -> bool:
         every = self._config.settings.evaluate_every
@@ -117,7 +117,7 @@ class TrainingProgress:
         if answer is not None:
             self.count(batch, answer)
         if self.saving is not None:
-            self.saving.look()
+            self.saving.poll()
         if not len(batch):
             return
         self.loss, self.epoch = loss, batch.epoch
@@ -152,7 +152,8 @@ class TrainingProgress:
         )
 
     def _saves_due(self, epochs: int) -> int:
-        """How many checkpoints belong to so many epochs, or to the steps taken so far; the last comes at the end."""
+        """The number of checkpoints that belong to so many epochs, or to the steps taken so far; the last comes at the
+        end."""
         every = self._config.settings.evaluate_every
         return min(epochs, self._config.epochs - 1) if every is None else self.step // every
 

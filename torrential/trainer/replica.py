@@ -15,7 +15,7 @@ from torrential.config import RunConfig
 from torrential.data.deal import Batch
 from torrential.data.resize import Resize
 from torrential.optim.recipe import adapt_model, adapt_optimizer
-from torrential.params.home import Home, Parameters, choose, flat_gradient
+from torrential.params.base import CommonParameters, Parameters, choose, flat_gradient
 from torrential.params.layout import Bucket, plan
 from torrential.params.local import LocalParameters
 from torrential.params.replicated import ReplicatedParameters
@@ -23,7 +23,7 @@ from torrential.params.shared import SharedParameters
 from torrential.params.synchronized import Synchronized
 from torrential.strategies.base import Strategy
 from torrential.task import OptimizerSpec, Task, build_model
-from torrential.trainer.backward import Gradients, Portion, Work
+from torrential.trainer.backward import Gradients, GradientWork, Portion
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.randomness import seed_all
 from torrential.trainer.slow import Brake
@@ -46,15 +46,15 @@ class ModelReplica:
         state: NamedStates,
         progress: TrainingProgress,
         device: torch.device,
-        meeting: torch.device,
+        reduce_device: torch.device,
         is_worker: bool,
-        timed: Callable[[Home], Home],
+        timed: Callable[[CommonParameters], CommonParameters],
         checkpoint: Checkpoint | None,
     ) -> None:
-        """`meeting`: where gradients meet that are summed; `timed`: what a world makes of parameters whose updates take
-        time there."""
+        """`reduce_device`: the device on which gradients are summed; `timed`: makes updates of parameters take time, in
+        a world where that is simulated."""
         self._task, self._config, self._comm, self._state, self._progress = task, config, comm, state, progress
-        self._device, self._meeting, self._timed, self._checkpoint = device, meeting, timed, checkpoint
+        self._device, self._reduce_device, self._timed, self._checkpoint = device, reduce_device, timed, checkpoint
         self._dry = device.type == "meta"  # nothing is computed there
         seed_all(device, config.seed, 0)
         whole = adapt_model(config.recipe, build_model(task))
@@ -73,7 +73,7 @@ class ModelReplica:
         self._gradient: Tensor | None = None
         self.parameters: Parameters | None = None  # where they live, once the program has said
         if checkpoint is not None:
-            self._load_rest(checkpoint.model)
+            self._load_untrained(checkpoint.model)
         self._own_buffers()
 
     def _own_buffers(self) -> None:
@@ -97,7 +97,7 @@ class ModelReplica:
         """Parameters that are not trained, by name."""
         return {self._names[n]: p.detach() for n, p in self.model.named_parameters() if not p.requires_grad}
 
-    def _load_rest(self, saved: Mapping[str, Tensor]) -> None:
+    def _load_untrained(self, saved: Mapping[str, Tensor]) -> None:
         """Take over buffers, and parameters that are not trained, from a whole model's."""
         with torch.no_grad():
             for name, tensor in (self.frozen() | self.buffers()).items():
@@ -106,16 +106,18 @@ class ModelReplica:
 
     # -- where parameters live ----------------------------------------------------------------------------------
     def synchronized(self) -> Synchronized:
-        home: Home
+        common: CommonParameters
         if choose(self._comm, self._spec, self._device):
-            home = SharedParameters(self._comm, self.model, self.layout, self._spec)
+            common = SharedParameters(self._comm, self.model, self.layout, self._spec)
         else:
-            home = ReplicatedParameters(self._comm, self.model, self.layout, self._spec, self._device, self._meeting)
-        self.parameters = home = self._timed(home)
+            common = ReplicatedParameters(
+                self._comm, self.model, self.layout, self._spec, self._device, self._reduce_device
+            )
+        self.parameters = common = self._timed(common)
         self._watch = watch = BackwardWatch(self._parameters, self.layout)
         sizes = [sum(e.shape.numel() for e in bucket.entries) for bucket in self.layout.buckets]
         self._done_by = [done / sum(sizes) for done in itertools.accumulate(sizes)]  # share of backward, by bucket
-        return Synchronized(home, lambda: watch.seen, self._task.clip_norm)
+        return Synchronized(common, lambda: watch.seen, self._task.clip_norm)
 
     def local(self, *, own: bool = False, alike: bool = False) -> LocalParameters:
         local = LocalParameters(self._parameters, self.layout, self._spec, self._device, self._task.clip_norm, own)
@@ -168,7 +170,7 @@ class ModelReplica:
             parameter.grad = None
         watch = None if ready is None else self._begin_watch(ready, max(1, len(batches)))
         samples = sum(len(batch) for batch in batches)
-        work = Work(self._gradients, self._portions(batches), watch)
+        work = GradientWork(self._gradients, self._portions(batches), watch)
         losses = self._comm.compute(samples, (lambda: self._no_work(watch, batches)) if self._dry else work)
         loss = losses[0] if len(losses) == 1 else self._mean(losses, batches)
         if ready is None and not math.isfinite(loss):

@@ -20,9 +20,9 @@ from safetensors.torch import save as pack
 from torch import Tensor
 
 from torrential.checkpoint import Checkpoint
-from torrential.comm.protocol import Comm, Handle, Standing
+from torrential.comm.protocol import Agreement, Comm, Handle
 from torrential.errors import Regrouped
-from torrential.params.home import Finished, Parameters
+from torrential.params.base import Finished, Parameters
 from torrential.strategies.context import Decision, Vote
 from torrential.trainer.data import TrainingData
 from torrential.trainer.progress import TrainingProgress
@@ -73,7 +73,7 @@ class Rounds:
         while True:
             try:
                 self._comm.check()
-                self._parameters.settle()
+                self._parameters.wait_for_everybody()
                 self._snapshots.give_when_due()
                 if self._progress.finished():
                     return self._comm.leave()
@@ -116,7 +116,7 @@ class Rounds:
                 continue
 
     def _stand(self) -> int:
-        """Called when every member has stopped: conclude the step if its ballot is complete, else put it back."""
+        """Conclude the step if its ballot is complete, else put it back; called when every member has stopped."""
         if self.ballot is not None and self.ballot.done():
             self._take_step()
         else:
@@ -124,17 +124,17 @@ class Rounds:
         self.ballot = None
         return self.applied
 
-    def _adopt(self, standing: Standing) -> None:
+    def _adopt(self, agreement: Agreement) -> None:
         parameters = self._parameters
-        if self._checkpoint is not None and (parameters.private or self._comm.rank == standing.source):
+        if self._checkpoint is not None and (parameters.private or self._comm.rank == agreement.source):
             parameters.load(*from_checkpoint(self._checkpoint, self._replica.layout))
-        parameters.regroup(standing)
-        if standing.behind:
-            self._catch_up(standing)
+        parameters.regroup(agreement)
+        if agreement.behind:
+            self._catch_up(agreement)
         parameters.rebuild()
         self._checkpoint = None
         self.applied = self._progress.step
-        self._snapshots.members_changed(standing.generation)
+        self._snapshots.members_changed(agreement.generation)
         self._progress.recorder.hurry()  # the first step of a generation is always recorded
 
     def _resume(self) -> None:
@@ -147,20 +147,20 @@ class Rounds:
             self._parameters.counts[entry.index] = saved.applied.get(entry.name, 0)
         self._snapshots.resumed()
 
-    def _catch_up(self, standing: Standing) -> None:
+    def _catch_up(self, agreement: Agreement) -> None:
         """The member that is furthest hands its state to those behind."""
         comm, parameters = self._comm, self._parameters
-        state = self._everything() if comm.rank == standing.source else {}
+        state = self._everything() if comm.rank == agreement.source else {}
         blob = torch.frombuffer(bytearray(pack(state)), dtype=torch.uint8)
         sizes = comm.all_gather(torch.tensor([blob.numel()])).wait()
-        size = int(sizes[standing.members.index(standing.source), 0])
+        size = int(sizes[agreement.members.index(agreement.source), 0])
         shelf = comm.buffer(f"catch-up/{size}", size, torch.uint8)
         if self._dry:
             shelf = torch.empty(size, dtype=torch.uint8)
-        if comm.rank == standing.source:
+        if comm.rank == agreement.source:
             shelf.copy_(blob)
-        comm.broadcast(shelf, standing.source).wait()
-        if comm.rank in standing.behind:
+        comm.broadcast(shelf, agreement.source).wait()
+        if comm.rank in agreement.behind:
             state = unpack(shelf.numpy().tobytes())
             self._progress.step, epoch, cursor, self._progress.samples = state.pop("place").tolist()
             self._data.place(epoch, cursor)
@@ -168,10 +168,10 @@ class Rounds:
             if not parameters.own:
                 parameters.counts[:] = counts
             if not self._dry:
-                self._take_over(state, newcomer=self.applied < 0 <= standing.applied)
+                self._take_over(state, newcomer=self.applied < 0 <= agreement.applied)
 
     def _everything(self) -> dict[str, Tensor]:
-        """What a member needs that is behind."""
+        """The state that a member needs that is behind."""
         deal, parameters = self._data.deal, self._parameters
         place = [self._progress.step, deal.epoch, deal.cursor, self._progress.samples]
         state = {"place": torch.tensor(place), "counts": torch.tensor(parameters.counts)}

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from torrential.comm.protocol import Comm
-from torrential.params.home import dtype_name
-from torrential.server.client import Client, Pending
-from torrential.server.copies import Saved, joined
+from torrential.params.base import dtype_name
+from torrential.server.client import Client, PendingRequest
+from torrential.server.copies import Saved, join_copies
 from torrential.trainer.snapshot import Outlet, Snapshot
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Saving:
         """`states`: the names of the vectors that servers keep beside the parameters."""
         self._comm, self._client, self._outlet, self._replica, self._states = comm, client, outlet, replica, states
         self._layout = replica.layout
-        self._pending: Pending | None = None
+        self._pending: PendingRequest | None = None
 
     @property
     def busy(self) -> bool:
@@ -47,12 +47,12 @@ class Saving:
         assert self._pending is None
         self._vectors = [torch.empty(self._client.numel, dtype=self._client.dtype) for _ in ("", *self._states)]
         replica = self._replica
-        self._rest = {name: t.clone() for name, t in (replica.frozen() | replica.buffers()).items()}
+        self._untrained = {name: t.clone() for name, t in (replica.frozen() | replica.buffers()).items()}
         self._asked = self._complained = self._comm.now()
         self._pending = self._client.save(self._vectors)
 
-    def look(self) -> None:
-        """If the copies are here, hand them over; if one is lost, ask again; if they do not come, complain."""
+    def poll(self) -> None:
+        """Hand the copies over if they are here; ask again if one is lost; complain if they do not come."""
         if self._pending is None:
             return
         if self._pending.done():
@@ -68,25 +68,25 @@ class Saving:
             self._pending = None
 
     def last(self) -> None:
-        """All workers are finished."""
+        """Save the last checkpoint: all workers are finished."""
         self.begin()
         while self._pending is not None and not self._hand_over(self._pending, final=True):
             self.begin()
 
-    def _hand_over(self, pending: Pending, final: bool) -> bool:
-        whole = joined(pending.wait().rests, self._client.numel)
+    def _hand_over(self, pending: PendingRequest, final: bool) -> bool:
+        whole = join_copies(pending.wait().metadata, self._client.numel)
         self._pending = None
         if whole is None:
             return False
         names = [dtype_name(self._client.dtype), *(f"{dtype_name(self._client.dtype)}/{s}" for s in self._states)]
         flat = dict(zip(names, self._vectors, strict=True))
         snapshot = self._snapshot(whole, final)
-        own = {f"buffers/{name}": self._rest[name] for name in self._replica.buffers()}
+        own = {f"buffers/{name}": self._untrained[name] for name in self._replica.buffers()}
         if own:
             self._outlet.own_buffers(snapshot.step, own)
-        rest = {f"rest/{name}": tensor for name, tensor in self._rest.items()}
+        rest = {f"rest/{name}": tensor for name, tensor in self._untrained.items()}
         self._outlet.snapshot(snapshot, flat, self._numbers(whole) | rest)
-        self._vectors, self._rest = [], {}
+        self._vectors, self._untrained = [], {}
         return True
 
     def _snapshot(self, whole: Saved, final: bool) -> Snapshot:
@@ -108,7 +108,7 @@ class Saving:
         )
 
     def _numbers(self, whole: Saved) -> dict[str, Tensor]:
-        """What the optimizer keeps one number of for each parameter."""
+        """The optimizer's states that are one number for each parameter."""
         return {
             f"extra/{entry.name}/{name}": torch.tensor(value, dtype=torch.float32 if name == "step" else torch.float64)
             for entry in self._layout.entries

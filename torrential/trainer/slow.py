@@ -47,7 +47,7 @@ class Slow:
         return cls(always, at_times)
 
     def factor(self, seed: int, worker: int, batch: int) -> float:
-        """How many times as long a worker's batch shall take; a pure function of its place."""
+        """The factor by which a worker's batch takes longer; a pure function of its place."""
         factor = self.always.get(worker, 1.0)
         if self.at_times is not None:
             times, steps = self.at_times
@@ -65,7 +65,7 @@ class Brake:
         self._batch = 0
 
     def hold(self, began: float) -> None:
-        """After a batch that began then."""
+        """Sleep after a batch that began then, for as long as this worker is to be slower."""
         factor = self._slow.factor(self._seed, self._comm.rank, self._batch)
         self._batch += 1
         if factor > 1:

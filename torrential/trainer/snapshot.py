@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torrential.checkpoint import Checkpoint
-from torrential.params.home import dtype_name
+from torrential.params.base import dtype_name
 from torrential.params.layout import Layout
 from torrential.records import Record
 from torrential.server.dealer import Dealer
@@ -30,7 +30,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outlet(Protocol):
-    """Where a worker leaves what happened; the world takes it from there."""
+    """The place where a role leaves records and snapshots; the world takes them from there."""
 
     def record(self, record: Record) -> None: ...
 
@@ -38,24 +38,18 @@ class Outlet(Protocol):
         """Copy a snapshot out, to be evaluated and saved beside training."""
 
     def own_buffers(self, step: int, buffers: Mapping[str, Tensor]) -> None:
-        """This worker's part of a snapshot: its own module buffers."""
+        """Give this worker's part of a snapshot: its own module buffers."""
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: b.detach() for name, b in model.named_buffers() if b is not None}
 
 
-def rest_of(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
-    """What is in the model besides the parameters that are trained."""
-    trained = {e.name for e in layout.entries}
-    frozen = {name: p.detach() for name, p in model.named_parameters() if name not in trained}
-    return frozen | buffers_of(model)
-
-
-def load_rest(model: nn.Module, rest: Mapping[str, Tensor]) -> None:
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into the model's parameters and buffers of the same names."""
     mine = {name: p.detach() for name, p in model.named_parameters()} | buffers_of(model)
     with torch.no_grad():
-        for name, tensor in rest.items():
+        for name, tensor in tensors.items():
             mine[name].copy_(tensor)
 
 

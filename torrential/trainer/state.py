@@ -104,5 +104,5 @@ class NamedStates:
 
 
 def _owned(tensors: Mapping[str, Tensor], owner: str) -> dict[str, Tensor]:
-    """Those whose names begin with "<owner>/", without that."""
+    """The states whose names begin with "<owner>/", without that prefix."""
     return {name.removeprefix(f"{owner}/"): t for name, t in tensors.items() if name.startswith(f"{owner}/")}

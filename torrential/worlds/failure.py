@@ -18,7 +18,7 @@ from torrential.usercode import in_words, place_of, trace_of
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What is known of an exception that ended a role; plain data, so that a process can tell it to another."""
+    """The facts about an exception that ended a role; plain data, so that a process can send it to another."""
 
     kind: Literal["diverged", "run", "known", "raised"]
     """diverged: training went astray; run: an error on purpose whose text names the role that it concerns; known:
@@ -59,7 +59,7 @@ def failed(role: str, failure: Failure, directory: Path) -> RunFailed:
 
 @contextlib.contextmanager
 def attributed(role: str, directory: Path) -> Iterator[None]:
-    """Whatever is raised in this block is the failure of a role."""
+    """Attribute whatever is raised in this block to a role."""
     try:
         yield
     except INTERRUPTS:

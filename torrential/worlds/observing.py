@@ -11,7 +11,7 @@ from torch import Tensor
 from torrential.membership import messages as m
 from torrential.records import Evaluation
 from torrential.trainer.observer import Observer
-from torrential.trainer.pending import Parts, Pending
+from torrential.trainer.pending import Parts, PendingSnapshots
 from torrential.trainer.snapshot import Snapshot
 
 Vectors = dict[str, Tensor]
@@ -37,7 +37,7 @@ class Observing(ABC):
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
-        self._pending: Pending[tuple[SnapshotTaken, Sequence[Tensor]]] = Pending()
+        self._pending: PendingSnapshots[tuple[SnapshotTaken, Sequence[Tensor]]] = PendingSnapshots()
         self._last: Snapshot | None = None
         self._reached = False
         self.dismissed = False

@@ -7,6 +7,6 @@ from torrential.worlds.base import Job
 
 
 def population(job: Job) -> list[Members]:
-    """What the strategy declares, and the observer that every run has."""
+    """The roles that the strategy declares, and the observer that every run has."""
     declared = job.strategy.roles(job.config.workers, job.config.servers)
     return [*(Members(role.name, role.count, role.death) for role in declared), Members("observer", 1, "restart")]

@@ -36,19 +36,19 @@ class Receive(NamedTuple):
     add: bool  # else replace
 
 
-class Step(NamedTuple):
+class Exchange(NamedTuple):
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
 
 
-Stream = list[Step]
+Stream = list[Exchange]
 Plan = list[Stream]
 Range = tuple[int, int]  # first element, past the last
 
 
-def step(sends: Iterable[Send] = (), receives: Iterable[Receive] = ()) -> Step:
+def step(sends: Iterable[Send] = (), receives: Iterable[Receive] = ()) -> Exchange:
     """A step without the messages that would be empty."""
-    return Step(tuple(s for s in sends if s.start < s.stop), tuple(r for r in receives if r.start < r.stop))
+    return Exchange(tuple(s for s in sends if s.start < s.stop), tuple(r for r in receives if r.start < r.stop))
 
 
 def cut(start: int, stop: int, parts: int) -> list[Range]:
@@ -59,7 +59,7 @@ def cut(start: int, stop: int, parts: int) -> list[Range]:
 
 @dataclass(frozen=True)
 class Costs:
-    """What messages cost here, in seconds."""
+    """The costs of messages, in seconds."""
 
     latency: float  # alpha: per message
     byte: float  # beta: per byte sent
@@ -73,6 +73,6 @@ class Algorithm:
     name: str
     summary: str
     plan: Callable[[int, int, int], Plan]
-    """Of a member: its number, how many there are, elements of the vector."""
+    """The plan of a member, given its number, how many there are, and the elements of the vector."""
     seconds: Callable[[int, int, Costs], float]
-    """Predicted, for members, bytes and costs: the algorithm's line in the table of costs."""
+    """The predicted seconds, given members, bytes and costs: the algorithm's line in the table of costs."""

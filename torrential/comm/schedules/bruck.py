@@ -9,11 +9,11 @@ Members x log2(members) messages in place of members x (members - 1): for small 
 
 from __future__ import annotations
 
-from torrential.comm.schedules.base import Plan, Range, Receive, Send, Step, Stream, step
+from torrential.comm.schedules.base import Exchange, Plan, Range, Receive, Send, Stream, step
 
 
 def all_gather(member: int, members: int, numel: int) -> Plan:
-    """Of a vector of members x numel: part i of every member i to everybody."""
+    """Send part i of every member i to everybody, in a vector of members x numel."""
     stream: Stream = []
     reach, key = 1, 0
     while reach < members:
@@ -25,7 +25,7 @@ def all_gather(member: int, members: int, numel: int) -> Plan:
     return [stream]
 
 
-def _round(to: int, source: int, mine: list[Range], theirs: list[Range], key: int) -> Step:
+def _round(to: int, source: int, mine: list[Range], theirs: list[Range], key: int) -> Exchange:
     sends = [Send(to, a, b, key + i) for i, (a, b) in enumerate(mine)]
     receives = [Receive(source, a, b, key + i, False) for i, (a, b) in enumerate(theirs)]
     return step(sends, receives)

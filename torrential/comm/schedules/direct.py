@@ -10,10 +10,10 @@ memory; owners are those of `protocol.slices`.
 from __future__ import annotations
 
 from torrential.comm.protocol import slices
-from torrential.comm.schedules.base import Algorithm, Costs, Plan, Range, Receive, Send, Step, step
+from torrential.comm.schedules.base import Algorithm, Costs, Exchange, Plan, Range, Receive, Send, step
 
 
-def _exchange(member: int, give: list[Range], take: list[Range], key: int, add: bool) -> Step:
+def _exchange(member: int, give: list[Range], take: list[Range], key: int, add: bool) -> Exchange:
     """Part give[i] to every other member i, and part take[i] from it. Everybody begins with its neighbour."""
     others = [(member + i) % len(give) for i in range(1, len(give))]
     sends = [Send(i, *give[i], key) for i in others]
@@ -31,14 +31,14 @@ def all_gather(member: int, members: int, numel: int) -> Plan:
 
 
 def share(member: int, members: int, numel: int) -> Plan:
-    """Of a vector of members x numel: part i of every member i to everybody."""
+    """Send part i of every member i to everybody, in a vector of members x numel."""
     parts = [(i * numel, (i + 1) * numel) for i in range(members)]
     return [[_exchange(member, [parts[member]] * members, parts, 0, add=False)]]
 
 
 def all_to_all(member: int, members: int, numel: int) -> Plan:
-    """Of a vector of two halves, each members x numel: part i of the first goes to member i; the second half's part j
-    is what member j had for us."""
+    """Exchange parts in a vector of two halves, each members x numel: part i of the first half goes to member i; part j
+    of the second half is what member j had for us."""
     give = [(i * numel, (i + 1) * numel) for i in range(members)]
     take = [(a + members * numel, b + members * numel) for a, b in give]
     return [[_exchange(member, give, take, 0, add=False)]]

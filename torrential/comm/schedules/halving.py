@@ -38,7 +38,7 @@ def place(part: int, parts: int) -> int:
 
 
 def _halves(part: int, parts: int, numel: int) -> list[tuple[int, Range, Range]]:
-    """For d = 1, 2, 4 ..: the partner, the half that is kept, and the half that is given away."""
+    """The partner, the half that is kept, and the half that is given away, for d = 1, 2, 4 ..."""
     bounds = [a for a, _ in cut(0, numel, parts)] + [numel]
     low, high, found = 0, parts, []
     for d in (1 << i for i in range(parts.bit_length() - 1)):
@@ -54,13 +54,13 @@ def _halves(part: int, parts: int, numel: int) -> list[tuple[int, Range, Range]]
 
 
 def reduce_scatter(part: int, parts: int, numel: int, name: Name = _everybody) -> Plan:
-    """Of 2^k parts, each ends up with the sum of the chunk at its `place`."""
+    """Sum over 2^k parts, so that each ends up with the sum of the chunk at its `place`."""
     halves = _halves(part, parts, numel)
     return [[step([Send(name(q), *give, SUM)], [Receive(name(q), *keep, SUM, True)]) for q, keep, give in halves]]
 
 
 def all_gather(part: int, parts: int, numel: int, name: Name = _everybody) -> Plan:
-    """From there to the whole vector with every part."""
+    """Collect the chunks that reduce_scatter left, so that every part has the whole vector."""
     halves = reversed(_halves(part, parts, numel))
     return [[step([Send(name(q), *keep, COPY)], [Receive(name(q), *give, COPY, False)]) for q, keep, give in halves]]
 

@@ -27,7 +27,7 @@ def broadcast(member: int, members: int, numel: int) -> Plan:
 
 
 def gather(member: int, members: int, numel: int, root: int = 0) -> Plan:
-    """Of a vector of members x numel: part i of every member i to the root."""
+    """Send part i of every member i to the root, in a vector of members x numel."""
     parts = [(i * numel, (i + 1) * numel) for i in range(members)]
     if member != root:
         return [[step([Send(root, *parts[member], 0)])]]

@@ -35,7 +35,7 @@ def reduce_scatter(member: int, members: int, numel: int) -> Plan:
 
 
 def all_gather(member: int, members: int, numel: int) -> Plan:
-    """From member r's chunk r+1 to the whole vector everywhere."""
+    """Pass the chunks on, from chunk r+1 at member r to the whole vector everywhere."""
     return [_around(member, members, numel, member + 1, members, add=False)]
 
 

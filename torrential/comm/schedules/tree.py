@@ -50,7 +50,7 @@ def first(member: int, members: int, root: int = 0) -> Node:
 
 
 def second(member: int, members: int) -> Node:
-    """Tree B."""
+    """The place of a member in the second tree (B)."""
     if members % 2:
         return first(member, members, root=1 % members)
     node = first(members - 1 - member, members)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torrential import descriptors, shipping
-from torrential.comm.letterbox import Parcel
+from torrential.comm.letterbox import TensorLetter
 from torrential.comm.messenger import Messenger
 from torrential.comm.post import Post
 from torrential.comm.protocol import address_of
@@ -21,11 +21,11 @@ from torrential.worlds.base import Job, going_on_from
 from torrential.worlds.failure import describe
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.comm import LocalComm
-from torrential.worlds.local.link import Buffers, Link
+from torrential.worlds.local.link import Buffers, SupervisorLink
 from torrential.worlds.local.mail import open_post
 from torrential.worlds.local.observing import observe
 from torrential.worlds.local.outlet import LocalOutlet
-from torrential.worlds.local.serving import serve
+from torrential.worlds.local.server_process import serve
 
 if TYPE_CHECKING:
     from torrential.worlds.local.nursery import Spawn
@@ -47,7 +47,7 @@ def main(spawn: Spawn) -> int:
         messenger.address if messenger else "",
         post.where if post else "",
     )
-    link = Link(spawn.address, spawn.token, hello, CONNECT_SECONDS)
+    link = SupervisorLink(spawn.address, spawn.token, hello, CONNECT_SECONDS)
     worker: RoleContext | None = None  # the context of its program, once it is built
     try:
         with descriptors.explained():
@@ -60,7 +60,7 @@ def main(spawn: Spawn) -> int:
             else:
                 assert post is not None
                 role = _role(job, spawn.role)
-                post.understand(reduce(or_, job.strategy.letters, Message | Parcel))
+                post.understand(reduce(or_, job.strategy.letters, Message | TensorLetter))
                 worker, comm = _build(job, role, spawn, link, messenger, post)
                 link.send(m.Ready())
                 if role.name == "coordinator":
@@ -87,7 +87,7 @@ def _open(spawn: Spawn) -> Job:
 
 
 def _build(
-    job: Job, role: Role, spawn: Spawn, link: Link, messenger: Messenger | None, post: Post
+    job: Job, role: Role, spawn: Spawn, link: SupervisorLink, messenger: Messenger | None, post: Post
 ) -> tuple[RoleContext, LocalComm]:
     config, rank, life = job.config, address_of(spawn.role, spawn.rank), spawn.life
     cores = len(os.sched_getaffinity(0))
@@ -105,9 +105,9 @@ def _build(
     comm = LocalComm(rank, config.workers, link, buffers, messenger, post, config.local, backend, kept)
     comm.own_memory = role.death in ("view", "restart")
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
-    meeting = device if backend == "nccl" else torch.device("cpu")
+    reduce_device = device if backend == "nccl" else torch.device("cpu")
     checkpoint = going_on_from(job, rank, life)
-    context = RoleContext(job.task, config, job.strategy, comm, outlet, device, meeting, checkpoint, life)
+    context = RoleContext(job.task, config, job.strategy, comm, outlet, device, reduce_device, checkpoint, life)
     assert context.replica  # built before it joins: a slow model factory stalls nobody
     return context, comm
 

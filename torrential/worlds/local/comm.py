@@ -19,20 +19,20 @@ from torrential.comm.carrier import Operation
 from torrential.comm.choosing import Chooser
 from torrential.comm.hierarchical import HierarchicalCarrier
 from torrential.comm.letterbox import LetterBox
-from torrential.comm.messenger import Messenger, settle
+from torrential.comm.messenger import Messenger, exchange_markers
 from torrential.comm.native import NativeCarrier
 from torrential.comm.points import PointToPoint
 from torrential.comm.post import Post
-from torrential.comm.protocol import Group, Handle, Meter, Part, Standing
+from torrential.comm.protocol import Agreement, Group, Handle, Meter, Part
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.shared import MAIL_BYTES, MAX_RANKS, WORDS, SharedCarrier
 from torrential.config import LocalSettings
 from torrential.errors import PeerLost, Regrouped, RunFailed
-from torrential.membership.meeting import leave, meet
+from torrential.membership.regrouping import leave, meet
 from torrential.records import Event
 from torrential.worlds.local import messages as m
-from torrential.worlds.local.link import Buffers, Link
+from torrential.worlds.local.link import Buffers, SupervisorLink
 from torrential.worlds.local.mail import LocalMail
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class LocalComm(LocalMail):
     """Implements comm.protocol.Comm."""
 
     def __init__(
-        self, rank: int, workers: int, link: Link, buffers: Buffers, messenger: Messenger | None, post: Post,
+        self, rank: int, workers: int, link: SupervisorLink, buffers: Buffers, messenger: Messenger | None, post: Post,
         settings: LocalSettings, backend: str | None, kept: Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(rank, link, buffers, post, settings.transport == "shared" and backend is None)
@@ -163,7 +163,7 @@ class LocalComm(LocalMail):
         own_gpu = torch.cuda.is_initialized() and self._workers <= torch.cuda.device_count()  # initialized: it has one
         backend = "nccl" if own_gpu else "gloo"
         self._group_of_torch = NativeCarrier(self.rank, self.meter, self.check, self._settings.timeout, backend)
-        self._group_of_torch.regroup(tuple(range(self._workers)), self._buffers.file("meeting of all workers"))
+        self._group_of_torch.regroup(tuple(range(self._workers)), self._buffers.file("rendezvous of all workers"))
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
@@ -188,7 +188,7 @@ class LocalComm(LocalMail):
         if complained:
             self._link.send(m.Suspect(-1, 0.0))
 
-    def regroup(self, stand: Callable[[], int]) -> Standing:
+    def regroup(self, stand: Callable[[], int]) -> Agreement:
         go = meet(self, stand)
         generation = go.generation
         self.generation, self.members = generation, tuple(go.members)
@@ -197,7 +197,7 @@ class LocalComm(LocalMail):
             peers = zip(go.members, go.addresses, go.lives, strict=True)
             try:
                 self._messenger.regroup(generation, {r: (a, life) for r, a, life in peers if r != self.rank})
-                settle(self._messenger, self.members, self.check, self._settings.timeout)
+                exchange_markers(self._messenger, self.members, self.check, self._settings.timeout)
             except PeerLost:
                 self._link.until(lambda: self._link.newest_generation > generation, "word of a lost peer")
                 self.check()
@@ -207,27 +207,27 @@ class LocalComm(LocalMail):
         if isinstance(self._points.channel, LetterBox):
             self._points.channel.regroup(generation)
         if self._native is not None:
-            self._small.barrier().wait()  # all are here: the library's own meeting is not left waiting for the dead
+            self._small.barrier().wait()  # all are here: the library's own rendezvous is not left waiting for the dead
             try:
-                self._native.regroup(self.members, go.meeting)
+                self._native.regroup(self.members, go.rendezvous)
             except RuntimeError:
                 self._link.until(lambda: self._link.newest_generation > generation, "word of a lost peer")
                 self.check()
         if self.chooser is not None:
-            self._settle(self.chooser)
-        return Standing(generation, self.members, go.source, go.applied, tuple(go.behind))
+            self._agree_on_costs(self.chooser)
+        return Agreement(generation, self.members, go.source, go.applied, tuple(go.behind))
 
     def begin(self) -> None:
-        """Where there are servers, wait for the word to begin. There is one generation: deaths are news in the view."""
+        """Wait for the word to begin, where there are servers. There is one generation: deaths are news in the view."""
         go, _ = self._box.get()
         self.generation, self.members, self._began = go.generation, tuple(go.members), go.began
 
-    def _settle(self, chooser: Chooser) -> None:
+    def _agree_on_costs(self, chooser: Chooser) -> None:
         """Agree on what to pick from. What is sent for it is no part of training and not counted; the time it takes is
         time of the run, and the record says so."""
         before, began = dataclasses.replace(self.meter), self.now()
         try:
-            origin = chooser.settle()
+            origin = chooser.agree_on_costs()
         finally:
             vars(self.meter).update(vars(before))
         if origin is not None and self.rank == self.members[0]:
@@ -235,7 +235,7 @@ class LocalComm(LocalMail):
             detail = f"{origin}{took}; {chooser.describe()}"
             self._link.send(m.Recorded(Event(event="algorithms_chosen", time=self.now(), detail=detail)))
 
-    # -- implements membership.meeting.Attendant ------------------------------------------------------------------
+    # -- implements membership.regrouping.Attendant ------------------------------------------------------------------
     def tell(self, message: m.Stopped | m.Standing | m.Left) -> None:
         self._link.send(message)
 

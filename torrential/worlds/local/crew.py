@@ -56,8 +56,8 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Report:
-    """Something a process said; `message` None: its connection is closed."""
+class ProcessMessage:
+    """A message of a process; `message` None: its connection is closed."""
 
     process: Process
     message: Any
@@ -71,7 +71,7 @@ class Crew:
         self._parcel, self._transport, self._regroups = parcel, transport, regroups
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._admission = Admission(f"unix:@torrential-{secrets.token_hex(8)}", self._token, m.Hello)
-        self.reports: queue.SimpleQueue[Report | Born | Ended | None] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[ProcessMessage | Born | Ended | None] = queue.SimpleQueue()
         wire.decoder(m.Any)  # its types are known before threads begin to read
         self.processes: dict[Who, Process] = {}  # all that were ever asked for
         threading.Thread(target=self._watch_nursery, daemon=True).start()
@@ -115,15 +115,15 @@ class Crew:
         if process is None:
             return connection.close()
         process.pid, process.connection = hello.pid, connection
-        self.reports.put(Report(process, hello, []))
+        self.reports.put(ProcessMessage(process, hello, []))
         threading.Thread(target=process.write, daemon=True).start()
         try:
             while True:
                 message, tensors = connection.receive()
-                self.reports.put(Report(process, message, tensors))
+                self.reports.put(ProcessMessage(process, message, tensors))
         except (wire.Closed, wire.WireError):
             process.outbox.put(None)
-            self.reports.put(Report(process, None, []))
+            self.reports.put(ProcessMessage(process, None, []))
 
     def close(self) -> None:
         self._admission.stop()

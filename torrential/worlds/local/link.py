@@ -21,8 +21,8 @@ from torrential.worlds.local import messages as m
 ORPHANED = 3  # the exit code of a process that has lost its supervisor: there is nothing left to do, and nobody to tell
 
 
-class Link:
-    """Sends to the supervisor; a thread sorts what comes from it."""
+class SupervisorLink:
+    """The connection to the supervisor: it sends, and a thread sorts what comes."""
 
     def __init__(self, address: str, token: bytes, hello: m.Hello, timeout: float) -> None:
         self._connection = wire.dial(address, token, m.Any, timeout)
@@ -93,9 +93,9 @@ class Buffers:
     They have no name in any file system, so they vanish with the last process that has them open.
     """
 
-    def __init__(self, link: Link, rank: int) -> None:
+    def __init__(self, link: SupervisorLink, rank: int) -> None:
         self._link, self._rank = link, rank
-        self._answers = link.box(m.Granted, m.Refused)
+        self._answers = link.box(m.Granted, m.BufferRefused)
         self._held: dict[str, Tensor] = {}
         self._whole: dict[str, Tensor] = {}  # others', as bytes
         self._spans: list[tuple[int, int, str]] = []  # first byte, past the last, key; of all that is mapped, in order
@@ -123,7 +123,7 @@ class Buffers:
             answer, _ = self._answers.get(timeout=60)
         except queue.Empty as error:
             raise WaitedTooLong("the supervisor", 60, f"buffer {key}") from error
-        if isinstance(answer, m.Refused):
+        if isinstance(answer, m.BufferRefused):
             raise RunFailed(answer.reason)
         assert isinstance(answer, m.Granted)
         return answer

@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torrential.comm.letterbox import LetterBox, Parcel
+from torrential.comm.letterbox import LetterBox, TensorLetter
 from torrential.comm.post import Contact, Post
 from torrential.comm.protocol import Handle, Letter, Meter, address_of, letter_by_letter
 from torrential.server.messages import Message, View
 from torrential.worlds.local import messages as m
-from torrential.worlds.local.link import Buffers, Link
+from torrential.worlds.local.link import Buffers, SupervisorLink
 
 if TYPE_CHECKING:
-    from torrential.server.role import Server
+    from torrential.server.server import Server
     from torrential.worlds.local.nursery import Spawn
 
 
 def ending(address: int, life: int) -> str:
-    """Of the keys of buffers that belong to one incarnation: what its predecessor shared may still be read."""
+    """The ending of buffers' keys that belong to one incarnation: what its predecessor shared may still be read."""
     return f"~{life}#{address}"
 
 
 def open_post(spawn: Spawn) -> Post:
-    """Where letters for a role arrive, from the moment that others hear of it."""
+    """The post at which letters for a role arrive, from the moment that others hear of it."""
     mine = f"{spawn.address}-{spawn.role}-{spawn.rank}-{spawn.life}"
     where = "tcp:127.0.0.1:0" if spawn.transport == "tcp" else mine
     return Post(address_of(spawn.role, spawn.rank), spawn.life, where, spawn.token, Message)
@@ -46,7 +46,7 @@ class LocalMail:
     """Whether registered buffers belong to one incarnation. Where workers regroup they belong to the rank: survivors go
     on with what the dead have left there."""
 
-    def __init__(self, address: int, link: Link, buffers: Buffers, post: Post, shares_memory: bool) -> None:
+    def __init__(self, address: int, link: SupervisorLink, buffers: Buffers, post: Post, shares_memory: bool) -> None:
         self.address, self._link, self._buffers, self._post = address, link, buffers, post
         self.shares_memory = shares_memory
         self.meter = Meter()
@@ -110,7 +110,7 @@ class LocalMail:
         return handle
 
     def _box_of_parcels(self) -> LetterBox:
-        """Where tensors arrive that other members send; its letters are read with all others."""
+        """The box in which tensors arrive that other members send; its letters are read with all others."""
         self._parcels = LetterBox(self._post, self._read_parcels)
         return self._parcels
 
@@ -121,7 +121,7 @@ class LocalMail:
             self._kept.append(letter)
 
     def _is_parcel(self, letter: Letter) -> bool:
-        if self._parcels is None or not isinstance(letter.message, Parcel):
+        if self._parcels is None or not isinstance(letter.message, TensorLetter):
             return False
         self._parcels.deliver(letter.source, letter.message, letter.tensors)
         return True
@@ -158,7 +158,7 @@ class LocalMail:
 class ServerMail(LocalMail):
     """A server goes on until it is dismissed."""
 
-    def __init__(self, address: int, link: Link, buffers: Buffers, post: Post, shares_memory: bool) -> None:
+    def __init__(self, address: int, link: SupervisorLink, buffers: Buffers, post: Post, shares_memory: bool) -> None:
         super().__init__(address, link, buffers, post, shares_memory)
         link.route(lambda _: post.stop(), m.Dismissed)
         self.server: Server | None = None  # whose mail this is

@@ -60,7 +60,7 @@ class Granted(MemberMessage, frozen=True):
     fd: int
 
 
-class Refused(MemberMessage, frozen=True):
+class BufferRefused(MemberMessage, frozen=True):
     key: str
     reason: str
 
@@ -74,7 +74,7 @@ FromChild = (
     | Filled | Pong | Alive | Left | Delayed | Failed | Stop
 )  # fmt: skip
 ToChild = (
-    Granted | Refused | Regroup | AllStopped | Go | Roster | Stop | Gone | Back | Noted | Ping | Probe | Finish
+    Granted | BufferRefused | Regroup | AllStopped | Go | Roster | Stop | Gone | Back | Noted | Ping | Probe | Finish
     | Dismissed | SnapshotTaken | OwnBuffers | SnapshotDone
 )  # fmt: skip
 Any = FromChild | ToChild

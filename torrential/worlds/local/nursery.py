@@ -66,7 +66,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """To the system, once: for those who will not need as much again."""
+    """Return freed memory to the system, once: for processes that will not need as much again."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -14,7 +14,7 @@ from torrential.records import Evaluation
 from torrential.trainer.observer import Observer
 from torrential.worlds.base import Job
 from torrential.worlds.local import messages as m
-from torrential.worlds.local.link import Buffers, Link
+from torrential.worlds.local.link import Buffers, SupervisorLink
 from torrential.worlds.local.nursery import return_freed_memory
 from torrential.worlds.observing import Observing, SnapshotTaken, Vectors
 
@@ -22,7 +22,7 @@ TELL_SECONDS = 10.0  # between two signs that an evaluation goes on
 NICENESS = 5  # evaluation gives way to training where cores are short
 
 
-def observe(job: Job, link: Link) -> None:
+def observe(job: Job, link: SupervisorLink) -> None:
     os.nice(NICENESS)
     torch.set_num_threads(1)
     role = LocalObserving(job, link)
@@ -33,7 +33,7 @@ def observe(job: Job, link: Link) -> None:
 
 
 class LocalObserving(Observing):
-    def __init__(self, job: Job, link: Link) -> None:
+    def __init__(self, job: Job, link: SupervisorLink) -> None:
         observer = Observer(job.task, job.config, job.strategy, torch.device(job.config.device), job.directory)
         super().__init__(observer)
         self._link = link

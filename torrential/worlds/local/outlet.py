@@ -14,7 +14,7 @@ from torrential.errors import WaitedTooLong
 from torrential.records import Record
 from torrential.trainer.snapshot import Snapshot
 from torrential.worlds.local import messages as m
-from torrential.worlds.local.link import Buffers, Link
+from torrential.worlds.local.link import Buffers, SupervisorLink
 
 SLOTS = 2
 PATIENCE_SECONDS = 600.0
@@ -23,7 +23,9 @@ PATIENCE_SECONDS = 600.0
 class LocalOutlet:
     """Snapshots are copied into one of two registered slots; when both are still being read, the worker waits."""
 
-    def __init__(self, rank: int, link: Link, buffers: Buffers, meter: Meter, check: Callable[[], None]) -> None:
+    def __init__(
+        self, rank: int, link: SupervisorLink, buffers: Buffers, meter: Meter, check: Callable[[], None]
+    ) -> None:
         self._rank, self._link, self._buffers, self._meter, self._check = rank, link, buffers, meter, check
         self._returned = link.box(m.SnapshotDone)
         self._free: list[int] = []  # the supervisor says which

@@ -43,7 +43,7 @@ class Registry:
         return self._files[key]
 
     def path(self, key: str) -> str:
-        """Where processes of this user, and no other, can open a file that is empty at first and may grow."""
+        """The path of a file that processes of this user, and no other, can open; it is empty at first and may grow."""
         if key not in self._files:
             self._files[key] = os.memfd_create(f"torrential {key}", os.MFD_CLOEXEC)
         return f"/proc/{os.getpid()}/fd/{self._files[key]}"

@@ -20,14 +20,14 @@ import msgspec
 
 from torrential import shipping
 from torrential.errors import RunFailed
-from torrential.membership.actions import Action, Kill, Note, Send, Show, Start
+from torrential.membership.actions import Action, Kill, Note, Show, Start, Tell
 from torrential.membership.machine import How, Membership
 from torrential.membership.roll import Rules
 from torrential.records import Evaluation, Event, Record, Step
 from torrential.worlds.base import Job, Listener
 from torrential.worlds.failure import failed, last_good, resuming
 from torrential.worlds.local import messages as m
-from torrential.worlds.local.crew import Crew, Process, Report, who_is
+from torrential.worlds.local.crew import Crew, Process, ProcessMessage, who_is
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.mail import ending
 from torrential.worlds.local.nursery import Born, Ended
@@ -52,7 +52,7 @@ class LocalWorld:
         regroups = any(members.name == "worker" and members.death != "view" for members in population(job))
         crew = Crew(self._launch.socket, parcel.fds, job.config.local.transport, regroups)
         try:
-            _Run(job, crew, registry, write, listener).supervise()
+            _Supervision(job, crew, registry, write, listener).supervise()
         finally:
             self._launch.close()
             crew.close()
@@ -76,7 +76,7 @@ def rules_of(job: Job) -> Rules:
     )
 
 
-class _Run:
+class _Supervision:
     def __init__(
         self, job: Job, crew: Crew, registry: Registry, write: Callable[[Record], None], listener: Listener
     ) -> None:
@@ -109,7 +109,7 @@ class _Run:
         due = self._membership.deadline
         return TICK_SECONDS if due is None else min(TICK_SECONDS, max(0.0, due - time.monotonic()))
 
-    def _deal_with(self, report: Report | Born | Ended | None) -> None:
+    def _deal_with(self, report: ProcessMessage | Born | Ended | None) -> None:
         membership = self._membership
         if report is None:
             raise RunFailed(f"the process that starts workers was ended from outside; {resuming(self._job.directory)}")
@@ -124,7 +124,7 @@ class _Run:
         else:
             self._hear(report)
 
-    def _hear(self, report: Report) -> None:
+    def _hear(self, report: ProcessMessage) -> None:
         membership, who, message = self._membership, report.process.who, report.message
         if isinstance(message, m.Hello):
             self._tell(lambda now: membership.greeted(who, message.letters, message.address, now))
@@ -145,10 +145,10 @@ class _Run:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Send(who, message, tensors):
+            case Tell(who, message, tensors):
                 if isinstance(message, m.Go) and self._native:
-                    meeting = self._registry.path(f"meeting {message.generation}")
-                    message = msgspec.structs.replace(message, meeting=meeting)
+                    rendezvous = self._registry.path(f"rendezvous {message.generation}")
+                    message = msgspec.structs.replace(message, rendezvous=rendezvous)
                 self._crew.send(who, message, tensors)
             case Start(who):
                 self._registry.forget(ending(who.address, who.life - 2))  # the last one's may still be read
@@ -193,7 +193,7 @@ class _Run:
         self._tell(lambda now: self._membership.lost(process.who, how, now))
 
     def _how(self, process: Process) -> str:
-        """How a process ended. The nursery tells, before its connection closes or shortly after."""
+        """The way a process ended. The nursery tells, before its connection closes or shortly after."""
         with contextlib.suppress(queue.Empty):
             while process.pid not in self._statuses:
                 report = self._crew.reports.get(timeout=1.0)
@@ -211,7 +211,7 @@ class _Run:
     def _buffer(self, process: Process, message: m.BufferWanted) -> None:
         granted = self._registry.grant(message.key, message.size)
         if isinstance(granted, str):
-            process.send(m.Refused(message.key, granted))
+            process.send(m.BufferRefused(message.key, granted))
         else:
             process.send(m.Granted(message.key, os.getpid(), granted))
 

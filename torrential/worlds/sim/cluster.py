@@ -45,18 +45,18 @@ CRASHES = ("worker", "server", "host")  # what of a cluster can crash
 
 
 class Compute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long a batch takes."""
+    """The time that workers take to compute a batch."""
 
     seconds_per_sample: Annotated[float, Meta(gt=0, le=1e6)] | Literal["measure"] = "measure"
-    """Of forward and backward together; "measure": as on this machine, with one thread."""
+    """Seconds of forward and backward per sample; "measure": as on this machine, with one thread."""
     seconds_per_step: Seconds = 0.0
-    """In addition, whatever the batch."""
+    """Seconds that every step takes besides, whatever the batch."""
     spread: Literal["none", "lognormal", "exponential", "pareto"] = "none"
-    """Of the time from step to step, around the same mean."""
+    """The distribution of the time from step to step, around the same mean."""
     shape: Positive = 0.3
-    """Of the spread: sigma of lognormal; the exponent of pareto, above 1."""
+    """The parameter of the distribution: sigma of lognormal; the exponent of pareto, above 1."""
     unlike: Annotated[float, Meta(ge=0, le=10)] = 0.0
-    """By how much workers differ from one another for the whole run: sigma of a lognormal, drawn by the seed."""
+    """The sigma of a lognormal by which workers differ from one another for the whole run, drawn by the seed."""
 
     def __post_init__(self) -> None:
         if self.spread == "lognormal" and self.shape > 10:
@@ -65,44 +65,46 @@ class Compute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise BadInput(f"a pareto spread has a mean for exponents above 1 only (shape: {self.shape}); try 2.5")
 
 
-class Network(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NetworkCosts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The latency and bandwidth of messages between hosts, and inside one."""
+
     latency: Seconds = 50e-6
-    """From one host to another."""
+    """Seconds that a message takes from one host to another, besides its bytes."""
     bandwidth: Positive = 1.25e9
-    """Of a host's NIC, in each direction."""
+    """Bytes per second of a host's NIC, in each direction."""
     inside_latency: Seconds = 5e-6
     inside_bandwidth: Positive = 5e9
-    """Between two roles of one host, of each role."""
+    """Bytes per second that each role can send to others of its host."""
     handling: Seconds = 2e-10
-    """Seconds per byte that whoever receives takes to deal with it: a server to apply it, a worker to copy it."""
+    """Seconds per byte that the receiver takes to deal with it: a server to apply it, a worker to copy it."""
 
 
 class Inside(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the roles of one host share; benchmarks/fidelity.py finds these numbers for the machine it runs on."""
+    """The cores and the memory that the roles of one host share; benchmarks/fidelity.py measures a machine's."""
 
     cores: Count | None = None
-    """When more roles than these are at work, each has its share of them; None: a core for every role."""
+    """The cores of a host. When more roles are at work, each has its share of them; None: a core for every role."""
     contention: Seconds = 0.0
-    """Two cores or more at work slow one another down by this: 0.1 makes all of them take 1.1 times as long."""
+    """By how much cores at work slow one another down: 0.1 makes two or more take 1.1 times as long."""
     letter: Seconds = 0.0
-    """That a letter takes whoever reads it, whatever is in it; in shared memory, what each of the others has put there
-    for a sum or a vote."""
+    """Seconds that reading a letter takes, whatever is in it; in shared memory, reading what one other member has put
+    there for a sum or a vote."""
     request: Seconds | None = None
-    """That a worker's request takes a server, besides what it does with tensors; None: as long as any letter."""
+    """Seconds that a server takes for a request, besides its work on tensors; None: as long as for any letter."""
     memory: Seconds | None = None
-    """Per byte that is read or written, where roles of one host share memory, as with transport=shared: tensors stay
-    where they are, and whoever copies, adds up or updates them (in allreduce its own slice) takes its own time for it.
-    None: tensors travel inside a host, too, and no update takes any time."""
+    """Seconds per byte that is read or written, where roles of one host share memory, as with transport=shared: tensors
+    stay where they are, and whoever copies, adds up or updates them (in allreduce its own slice) takes its own time for
+    it. None: tensors travel inside a host, too, and no update takes any time."""
 
 
 class Straggler(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Slow for good, or now and then."""
+    """A worker that is slow all the time, or now and then."""
 
     worker: Number | None = None
-    """None: every worker."""
+    """The slow worker; None: every worker."""
     factor: Annotated[float, Meta(ge=1, le=1e6)] = 4.0
     every: Count | None = None
-    """Once in so many steps, drawn by the seed; None: always."""
+    """It is slow once in so many steps, drawn by the seed; None: always."""
 
 
 class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,8 +112,8 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     kind: Literal["crash", "partition", "slow-link"]
     at: Seconds | Annotated[str, Meta(examples=["50 %"])]
-    """When it begins: a second, or a share of the run, as in "50 %": when workers have computed the gradients of half
-    of the samples that the run plans to train on. Samples that are computed again count again."""
+    """The time at which it begins: a second, or a share of the run, as in "50 %": when workers have computed the
+    gradients of half of the samples that the run plans to train on. Samples that are computed again count again."""
     worker: Number | None = None
     """The worker that crashes."""
     server: Number | None = None
@@ -119,11 +121,11 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: Number | None = None
     """The host that crashes: all workers and servers on it die at once, and no role starts there until it is over."""
     hosts: tuple[Number, ...] = ()
-    """Of a partition or slow link: these hosts on one side, all others on the other."""
+    """The hosts on one side of a partition or slow link; all others are on the other side."""
     lasts: Positive | None = None
     """Seconds until it is over: crashed roles start again, a partition heals; None: never."""
     delay: Seconds = 0.0
-    """Of a slow link: what is added to every message across it."""
+    """Seconds that a slow link adds to every message across it."""
 
     def __post_init__(self) -> None:
         given = [f"{name} = {number}" for name in CRASHES if (number := getattr(self, name)) is not None]
@@ -147,7 +149,7 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def share(self) -> float | None:
-        """The share of the run at which it begins; None where that is told in seconds."""
+        """The share of the run at which it begins; None where that is given in seconds."""
         if not isinstance(self.at, str):
             return None
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", self.at)
@@ -160,26 +162,26 @@ class Accidents(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Faults by chance, drawn by the seed."""
 
     mean_time_between_crashes: Positive | None = None
-    """Of each worker."""
+    """The mean seconds between two crashes of one worker."""
     server_mean_time_between_crashes: Positive | None = None
     restart_after: Positive | None = 10.0
-    """None: whoever crashes by chance stays away."""
+    """Seconds until a role that crashed by chance starts again; None: it never does."""
     loss: Share = 0.0
-    """Of letters between workers and servers, which are then sent again."""
+    """The share of letters between workers and servers that is lost; they are sent again."""
     duplication: Share = 0.0
     delay: Seconds = 0.0
-    """The most that a letter is held up; each by its own amount."""
+    """The most seconds that a letter is held up; each is by its own amount."""
 
 
 class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "cluster"
     hosts: Count | None = None
-    """By default as many as the workers need."""
+    """The number of hosts; by default as many as the workers need."""
     workers_per_host: Count = 1
     servers_apart: bool = False
     """Whether servers have hosts of their own, after those of the workers; else they are spread over the workers'."""
     compute: Compute = Compute()
-    network: Network = Network()
+    network: NetworkCosts = NetworkCosts()
     inside: Inside = Inside()
     stragglers: tuple[Straggler, ...] = ()
     faults: tuple[Fault, ...] = ()
@@ -225,7 +227,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return (number + last_meets_first) % used
 
     def factor(self, seed: int, worker: int, batch: int) -> float:
-        """By which a worker's batch takes longer than seconds_per_sample says."""
+        """The factor by which a worker's batch takes longer than seconds_per_sample says."""
         compute, factor = self.compute, 1.0
         if compute.spread != "none":
             factor = _spread(compute, Random(f"spread {seed} {worker} {batch}"))

@@ -11,16 +11,16 @@ from torch import Tensor
 from torrential.comm.messenger import Key
 from torrential.comm.outbox import Outgoing
 from torrential.comm.points import PointToPoint
-from torrential.comm.protocol import COORDINATORS, Handle, Part, Standing, role_name
+from torrential.comm.protocol import COORDINATORS, Agreement, Handle, Part, role_name
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.schedules.base import Costs
 from torrential.config import RunConfig
 from torrential.errors import Regrouped, RunFailed, WaitedTooLong
 from torrential.membership import messages as m
-from torrential.membership.meeting import leave, meet
-from torrential.trainer.backward import Work
-from torrential.worlds.sim.group import Group
+from torrential.membership.regrouping import leave, meet
+from torrential.trainer.backward import GradientWork
+from torrential.worlds.sim.group import SimMembership
 from torrential.worlds.sim.mail import ADD, COPY, HEADER, Hub, SimMail, as_now
 
 PAUSE_SECONDS = 1.0  # of virtual time, between looks at the clock
@@ -35,7 +35,7 @@ W = TypeVar("W", m.Go, m.AllStopped)
 
 
 class SimMessenger:
-    """What comm.messenger.Messenger offers to collectives."""
+    """The simulated counterpart of comm.messenger.Messenger, as collectives use it."""
 
     lands = False  # what comes is copied when it is taken
 
@@ -79,7 +79,7 @@ class SimMessenger:
         return self._arrived.pop((source, self.generation, tag))
 
     def pause(self, seconds: float) -> None:
-        """Until there is news; nothing has to be looked for in the meantime."""
+        """Wait until there is news; nothing has to be polled in the meantime."""
         if not self._news:
             began = self._comm.now()
             self._comm.role.wait(PAUSE_SECONDS)
@@ -98,7 +98,7 @@ class SimComm(SimMail):
     def __init__(
         self,
         hub: Hub,
-        group: Group,
+        group: SimMembership,
         config: RunConfig,
         rank: int,
         seconds_per_sample: float,
@@ -123,25 +123,25 @@ class SimComm(SimMail):
 
     # -- computing ------------------------------------------------------------------------------------------------
     def compute(self, samples: float, work: Callable[[], T]) -> T:
-        cluster, began, hands = self.hub.cluster, self.now(), self.hub.hands
+        cluster, began, pool = self.hub.cluster, self.now(), self.hub.pool
         seconds = cluster.compute.seconds_per_step + samples * self._seconds_per_sample
         seconds *= cluster.factor(self._config.seed, self.rank, self._batch)
         self._batch += 1
         done = 0.0
         result: Any
-        if isinstance(work, Work):  # else there is nothing to compute
+        if isinstance(work, GradientWork):  # else there is nothing to compute
             done = FORWARD * seconds
-            if hands is None:
+            if pool is None:
                 result = work()
                 self.work(done)
             else:
-                job = hands.begin(work)
+                job = pool.begin(work)
                 try:
                     self.work(done)
                 except BaseException:  # it was killed at work
-                    hands.forget(job)
+                    pool.forget(job)
                     raise
-                result = hands.finish(job)
+                result = pool.finish(job)
         else:
             result = work()
         later, self._later = self._later, []
@@ -180,7 +180,7 @@ class SimComm(SimMail):
         return self.carrier.all_gather(vector)
 
     def read_others(self) -> None:
-        """In shared memory nobody sends a letter, but each looks at what every other has put there."""
+        """Read what every other member has put into shared memory, where nobody sends a letter."""
         self.work(self.hub.cluster.inside.letter * (len(self.members) - 1))
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
@@ -215,7 +215,7 @@ class SimComm(SimMail):
         return self._points.recv(into, source, tag)
 
     # -- membership -----------------------------------------------------------------------------------------------
-    def told(self, message: Any) -> None:
+    def hear(self, message: Any) -> None:
         match message:
             case m.Regroup(generation):
                 self._newest = generation
@@ -226,14 +226,14 @@ class SimComm(SimMail):
             case m.Finish():
                 self._asked = True
             case _:
-                return super().told(message)
+                return super().hear(message)
         self.messenger.tell()
 
     def check(self) -> None:
         if self._newest > self.generation:
             raise Regrouped(self._newest)
 
-    def regroup(self, stand: Callable[[], int]) -> Standing:
+    def regroup(self, stand: Callable[[], int]) -> Agreement:
         go = meet(self, stand)
         self.generation, self.members = go.generation, tuple(go.members)
         self._alone = len({self.hub.cluster.host_of_worker(rank) for rank in self.members}) == 1
@@ -242,7 +242,7 @@ class SimComm(SimMail):
         self.carrier.regroup(self.generation, self.members)
         self._points.regroup()
         self._groups.clear()
-        return Standing(self.generation, self.members, go.source, go.applied, tuple(go.behind))
+        return Agreement(self.generation, self.members, go.source, go.applied, tuple(go.behind))
 
     def begin(self) -> None:
         """Where workers do not regroup, wait for the word to begin; a coordinator begins with the first view."""
@@ -252,7 +252,7 @@ class SimComm(SimMail):
         assert go is not None
         self.generation, self.members = go.generation, tuple(go.members)
 
-    # -- implements membership.meeting.Attendant ------------------------------------------------------------------
+    # -- implements membership.regrouping.Attendant ------------------------------------------------------------------
     def tell(self, message: Any) -> None:
         self._group.tell(self.who, message)
 
@@ -318,5 +318,5 @@ class _InMemory:
 
 @lru_cache(maxsize=4096)
 def quickest(members: int, nbytes: int, costs: Costs) -> str:
-    """By the table of costs; what is not known here is how they meet on the way."""
+    """The algorithm that is the quickest by the table of costs; how messages meet on the way is not known here."""
     return min(ALGORITHMS, key=lambda name: ALGORITHMS[name].seconds(members, nbytes, costs))

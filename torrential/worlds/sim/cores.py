@@ -13,7 +13,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 from torrential.worlds.sim.cluster import Inside
-from torrential.worlds.sim.kernel import Event, Kernel, Role
+from torrential.worlds.sim.kernel import Event, Kernel, SimRole
 
 
 class Cores:
@@ -21,11 +21,11 @@ class Cores:
         self._kernel, self._inside = kernel, inside
         self._done = 0.0  # seconds of work, by anybody who has worked all the time
         self._since = 0.0  # when that was so
-        self._jobs: list[tuple[float, int, Role]] = []  # a heap: where it will be done, order, whose it is
+        self._jobs: list[tuple[float, int, SimRole]] = []  # a heap: where it will be done, order, whose it is
         self._began = 0
         self._next: Event | None = None
 
-    def work(self, role: Role, seconds: float) -> None:
+    def work(self, role: SimRole, seconds: float) -> None:
         """Returns when the role has had a core for so long."""
         self._catch_up()
         self._began += 1
@@ -42,7 +42,7 @@ class Cores:
             raise
 
     def _speed(self) -> float:
-        """Of each that works."""
+        """The speed of each role that works."""
         cores = self._inside.cores or len(self._jobs)
         running = min(cores, len(self._jobs))
         return running / len(self._jobs) / (1 + self._inside.contention * (running > 1))

@@ -17,7 +17,7 @@ class Stricken(Protocol):
     """The world, as its faults see it."""
 
     def crash(self, addresses: list[int], lasts: float | None) -> None:
-        """Those of these roles that are at work die at this moment, and come back after `lasts` seconds."""
+        """Let those of these roles that are at work die at this moment, and come back after `lasts` seconds."""
 
     def crash_host(self, host: int, lasts: float | None) -> None:
         """All roles of a host die at this moment; none starts there for `lasts` seconds."""
@@ -72,7 +72,7 @@ class Faults:
             self._kernel.after(0.0, self._strike, msgspec.structs.replace(fault, lasts=fault.lasts - over))
 
     def _plan_share(self, fault: Fault, samples: float) -> None:
-        """Where a run goes on beyond it, a fault that ends is over: when it struck is not known."""
+        """Plan a fault at a share of the run. In a resumed run that has passed it, a fault that ends is over."""
         if self._computed < samples:
             self._due.append((samples, fault))
         elif not self._computed or fault.lasts is None:

@@ -1,7 +1,7 @@
 """The membership of a simulated run: what members say to it, and are told, takes the network's latency.
 
     role ── tell ──► latency ──► Membership (membership/machine.py)   the one that decides about real processes too
-    role ◄── told ── latency ◄── actions
+    role ◄── hear ── latency ◄── actions
 
 Deaths are noticed by the world, after the cluster's `detection` seconds. The observer is beside time: what it says, and
 is told, takes none.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torrential.comm.protocol import OBSERVER
 from torrential.membership import messages as m
-from torrential.membership.actions import Action, Note, Send, Show, Start
+from torrential.membership.actions import Action, Note, Show, Start, Tell
 from torrential.membership.machine import Membership
 from torrential.membership.roles import Who
 from torrential.worlds.observing import SnapshotTaken
@@ -33,13 +33,13 @@ class Stage(Protocol):
         """The observer is told something."""
 
     def event(self, event: str, worker: int | None, detail: str) -> None:
-        """To be put on record."""
+        """Put an event on record."""
 
     def state(self, worker: int, state: str) -> None:
-        """What a worker is at, for whoever watches."""
+        """Show what a worker is at."""
 
 
-class Group:
+class SimMembership:
     def __init__(self, hub: Hub, membership: Membership, stage: Stage) -> None:
         self._hub, self.membership, self._stage = hub, membership, stage
         self._wakes_at: float | None = None
@@ -94,9 +94,9 @@ class Group:
     def _do(self, action: Action) -> None:
         kernel = self._hub.kernel
         match action:
-            case Send(to, message, tensors) if to.address == OBSERVER:
+            case Tell(to, message, tensors) if to.address == OBSERVER:
                 self._stage.observe(message, tensors)
-            case Send(to, message):
+            case Tell(to, message):
                 kernel.after(self._hub.cluster.network.latency, self.deliver, to, message)
             case Start(who):
                 ready = self._stage.start(who)
@@ -112,4 +112,4 @@ class Group:
     def deliver(self, to: Who, message: Any) -> None:
         mail = self._hub.mails.get(to.address)
         if mail is not None and mail.who == to:
-            mail.told(message)
+            mail.hear(message)

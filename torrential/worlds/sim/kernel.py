@@ -75,20 +75,20 @@ class Kernel:
         return False
 
     def run(self) -> None:
-        """Until `over`, a role's failure, or the end of all events."""
+        """Let events happen until `over`, a role's failure, or the end of all events."""
         self.hub = getcurrent()
         while not self.over and not self.failures and self.step():
             pass
 
     # -- roles ----------------------------------------------------------------------------------------------------
-    def role(self, name: str, program: Callable[[], None], uses_torch: bool = True) -> Role:
-        """It begins at once, that is, as the next event of this moment."""
-        role = Role(self, name, program, uses_torch)
+    def role(self, name: str, program: Callable[[], None], uses_torch: bool = True) -> SimRole:
+        """Start a role: it begins as the next event of this moment."""
+        role = SimRole(self, name, program, uses_torch)
         self.after(0.0, role.go_on, role.turn)
         return role
 
 
-class Role:
+class SimRole:
     def __init__(self, kernel: Kernel, name: str, program: Callable[[], None], uses_torch: bool) -> None:
         self.kernel, self.name, self.over, self._uses_torch = kernel, name, False, uses_torch
         self.turn = 0  # which of its waits this is: whatever would end an earlier one comes too late
@@ -109,16 +109,16 @@ class Role:
         self.over = True
 
     def sleep(self, seconds: float) -> None:
-        """Whatever comes in the meantime has to wait."""
+        """Sleep; whatever comes in the meantime has to wait."""
         self.kernel.after(seconds, self.go_on, self.turn)
         self._give_way()
 
     def halt(self) -> None:
-        """Until `go_on`, and nothing else."""
+        """Stop until `go_on`, and for nothing else."""
         self._give_way()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until `wake`, but no longer than this."""
+        """Wait until `wake`, but no longer than this."""
         self._patience = seconds
         self.wait_on()
         if self._deadline is not None and (self._alarm is None or self._rings_at > self._deadline):

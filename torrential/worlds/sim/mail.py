@@ -13,12 +13,12 @@ from torch import Tensor
 from torrential.comm.protocol import SERVERS, Handle, Letter, Meter, letter_by_letter
 from torrential.membership import messages as m
 from torrential.membership.roles import Who
-from torrential.params.home import Finished
+from torrential.params.base import Finished
 from torrential.server.messages import View
 from torrential.worlds.sim.cluster import Cluster, Inside
 from torrential.worlds.sim.cores import Cores
-from torrential.worlds.sim.hands import Hands
-from torrential.worlds.sim.kernel import Kernel, Role
+from torrential.worlds.sim.gradient_pool import GradientPool
+from torrential.worlds.sim.kernel import Kernel, SimRole
 from torrential.worlds.sim.network import Network
 from torrential.worlds.sim.trace import Trace
 
@@ -36,7 +36,7 @@ SENT = Finished()  # the handle of every letter: it is on its way at once
 
 
 def as_now(tensors: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
-    """Their bytes, and copies of them as they are now; what has no contents need not be copied."""
+    """The bytes of some tensors, and copies of them as they are now; what has no contents need not be copied."""
     nbytes, copies = 0, []
     for tensor in tensors:
         nbytes += tensor.nbytes
@@ -45,7 +45,7 @@ def as_now(tensors: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
 
 
 class Hub:
-    """What all roles of one simulation have in common."""
+    """The network, cores and clock that all roles of one simulation share."""
 
     def __init__(
         self, kernel: Kernel, cluster: Cluster, seed: int, trace: Trace | None = None, memory: str = "cpu"
@@ -63,7 +63,7 @@ class Hub:
         self.shared = cluster.inside.memory is not None
         self.timed = cluster.inside != Inside()
         self._cores: dict[int, Cores] = {}  # by host
-        self.hands: Hands | None = None
+        self.pool: GradientPool | None = None
         self.computed: Callable[[float], None] = lambda samples: None  # told when a worker has computed so many
 
     def cores(self, host: int) -> Cores:
@@ -109,7 +109,7 @@ class SimMail:
 
     def __init__(self, hub: Hub, address: int, host: int, life: int = 0) -> None:
         self.hub, self.address, self.host, self.who = hub, address, host, Who(address, life)
-        self.role: Role  # whose mail this is
+        self.role: SimRole  # whose mail this is
         self.meter = Meter(clock=self.now)
         self.view = View(-1, (), ())
         self._stop = False
@@ -141,12 +141,12 @@ class SimMail:
         self.work(nbytes * (self.hub.cluster.inside.memory or 0.0))
 
     def _here(self, address: int) -> bool:
-        """Whether it sees the same memory."""
+        """Whether another role is on this host, and sees the same memory."""
         other = self.hub.mails.get(address)
         return other is not None and other.host == self.host
 
     def span(self, what: str, began: float) -> None:
-        """For the trace: what this role did until now."""
+        """Put into the trace what this role did until now."""
         if self.hub.trace is not None:
             self.hub.trace.span(self.host, self.address, what, began, self.now())
 
@@ -173,8 +173,8 @@ class SimMail:
         self.hub.send(self, to, Letter(self.address, message, copies), HEADER + nbytes)
         return SENT
 
-    def told(self, message: Any) -> None:
-        """The membership has said something."""
+    def hear(self, message: Any) -> None:
+        """Take a message of the membership."""
         if isinstance(message, m.Roster):
             self.deliver(Letter(-1, message.view, []))
         elif isinstance(message, m.Stop):
@@ -185,7 +185,7 @@ class SimMail:
         self.until(lambda: self.view.version > 0)
 
     def land(self, where: Callable[[Any], Sequence[Tensor] | None]) -> None:
-        """Nothing comes as bytes here."""
+        """Do nothing: nothing comes as bytes here."""
 
     def deliver(self, letter: Letter) -> None:
         if type(letter.message) is View and letter.message.version > self.view.version:
@@ -206,7 +206,7 @@ class SimMail:
             self.role.wait_on()
 
     def read(self, handle: Callable[[Letter], bool | None], timeout: float | None = None) -> bool:
-        """Without waking the role for each."""
+        """Read letters as they come, without waking the role for each."""
         if self.hub.timed:
             return letter_by_letter(self, handle, timeout)  # to read takes the role's time
         while self._inbox:

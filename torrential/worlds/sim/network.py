@@ -17,7 +17,7 @@ from math import inf
 from typing import Any
 
 from torrential.comm.protocol import SERVERS, role_name
-from torrential.worlds.sim.cluster import Network as Costs
+from torrential.worlds.sim.cluster import NetworkCosts
 from torrential.worlds.sim.kernel import Kernel
 from torrential.worlds.sim.trace import IN, OUT, Trace
 
@@ -34,7 +34,7 @@ class Line:
         self.bandwidth, self.free_at, self.busy = bandwidth, 0.0, 0.0
 
     def take(self, now: float, nbytes: int) -> float:
-        """From now on, or after those before it; returns when the first byte goes."""
+        """Send so many bytes now, or after those before them; returns when the first byte goes."""
         seconds = nbytes / self.bandwidth
         self.busy += seconds
         if nbytes <= SMALL:
@@ -45,7 +45,7 @@ class Line:
 
 
 class Desk:
-    """Where a role deals with what has come."""
+    """The place where a role deals with what has come."""
 
     __slots__ = ("free_at",)
 
@@ -54,7 +54,7 @@ class Desk:
 
 
 class Path:
-    """From one role to another, and what is on it."""
+    """The way from one role to another, and what is on it."""
 
     __slots__ = (
         "backlog",
@@ -87,7 +87,7 @@ Sending = tuple[int, Callable[..., None], tuple[Any, ...]]  # bytes, and whom to
 
 
 class Network:
-    def __init__(self, kernel: Kernel, costs: Costs, trace: Trace | None = None) -> None:
+    def __init__(self, kernel: Kernel, costs: NetworkCosts, trace: Trace | None = None) -> None:
         self._kernel, self._costs, self._trace = kernel, costs, trace
         self._out: dict[int, Line] = {}  # by host
         self._in: dict[int, Line] = {}
@@ -185,12 +185,12 @@ class Network:
 
     # -- faults ---------------------------------------------------------------------------------------------------
     def part(self, side: frozenset[int], seconds: float | None) -> None:
-        """What is sent across waits until it is over."""
+        """Hold back what is sent from one side to the other, until the partition is over."""
         until = inf if seconds is None else self._kernel.now + seconds
         self._held[side] = max(until, self._held.get(side, 0.0))
 
     def slow(self, side: frozenset[int], delay: float, seconds: float | None = None) -> None:
-        """What is sent across takes longer, from now on or so long; several at once add up."""
+        """Slow down what is sent from one side to the other, from now on or for so long; several at once add up."""
         link = side, delay
         self._slow.append(link)
         if seconds is not None:

@@ -15,7 +15,7 @@ from torrential.records import Evaluation, Record
 from torrential.trainer.observer import Observer
 from torrential.trainer.snapshot import Snapshot
 from torrential.worlds.observing import Observing, SnapshotTaken, Vectors
-from torrential.worlds.sim.group import Group
+from torrential.worlds.sim.group import SimMembership
 
 
 class SimObserving(Observing):
@@ -29,7 +29,7 @@ class SimObserving(Observing):
         """`fail` is told what the observer raises: it works inside of the calls of workers, who are not to blame."""
         super().__init__(observer)
         self._write, self._evaluated, self._fail = write, dict(evaluated), fail
-        self.group: Group  # that it belongs to
+        self.group: SimMembership  # that it belongs to
 
     def take(self, message: Any, tensors: Sequence[Tensor]) -> None:
         """Hear something, and do at once what can be done by then."""
@@ -64,7 +64,7 @@ class SimObserving(Observing):
 class SimOutlet:
     """Implements trainer.snapshot.Outlet."""
 
-    def __init__(self, who: Who, group: Group, write: Callable[[Record], None]) -> None:
+    def __init__(self, who: Who, group: SimMembership, write: Callable[[Record], None]) -> None:
         self._who, self._group, self._write = who, group, write
 
     def record(self, record: Record) -> None:

@@ -1,7 +1,7 @@
-"""What a simulation shares with a process that helps it (worlds/sim/hands.py): memory for models, and what makes the
-last bits of a gradient the same in both.
+"""What a simulation shares with a process that computes gradients for it (worlds/sim/gradient_pool.py): memory for
+models, and what makes the last bits of a gradient the same in both.
 
-    slot   | parameters | buffers | gradients |     two for each hand
+    slot   | parameters | buffers | gradients |     two for each helper
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Slots:
 
 
 def copied(into: list[Tensor], tensors: list[Tensor]) -> bool:
-    """Whether they are of one kind, and so could be; a module may have put another buffer in the place of one."""
+    """Copy the tensors if shapes and dtypes match; returns whether they did. A module may have replaced a buffer."""
     if len(into) != len(tensors):
         return False
     for one, other in zip(into, tensors, strict=True):
@@ -62,7 +62,7 @@ def copied(into: list[Tensor], tensors: list[Tensor]) -> bool:
 
 
 # -- the form of a model: with it, the last bits are the same elsewhere -----------------------------------------------
-class Form(msgspec.Struct):
+class TensorForm(msgspec.Struct):
     shape: list[int]
     dtype: str
     strides: list[int]
@@ -94,10 +94,10 @@ class Flags(msgspec.Struct):
 
 
 class Welcome(msgspec.Struct):
-    """What a hand is told first."""
+    """The first message to a helper."""
 
     config: RunConfig
-    form: list[Form]
+    form: list[TensorForm]
     flags: Flags
 
 
@@ -105,12 +105,12 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
     return [*(p.detach() for p in model.parameters()), *(b.detach() for b in model.buffers())]
 
 
-def form_of(model: nn.Module) -> list[Form]:
+def form_of(model: nn.Module) -> list[TensorForm]:
     tensors = tensors_of(model)
     spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t.shape, t.stride()) * t.element_size()) for t in tensors)
     if any(after < end for (_, end), (after, _) in itertools.pairwise(spans)):
         raise RunFailed("processes are for models whose parameters and buffers share no memory; leave processes out")
-    return [Form(list(t.shape), str(t.dtype), list(t.stride()), t.data_ptr() % ALIGNMENT) for t in tensors]
+    return [TensorForm(list(t.shape), str(t.dtype), list(t.stride()), t.data_ptr() % ALIGNMENT) for t in tensors]
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -118,7 +118,7 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
 
 
-def formed(tensor: Tensor, form: Form) -> Tensor:
+def formed(tensor: Tensor, form: TensorForm) -> Tensor:
     """Memory like the tensor's, but of this form."""
     if list(tensor.shape) != form.shape or str(tensor.dtype) != form.dtype:
         raise ValueError(

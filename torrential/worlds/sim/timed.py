@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from torrential.comm.protocol import Handle, Letter
-from torrential.params.home import Finished, Home, Update, state_keys
+from torrential.params.base import CommonParameters, Finished, Update, state_keys
 from torrential.server.messages import Done, Request
-from torrential.server.role import Server
+from torrential.server.server import Server
 from torrential.worlds.sim.comm import SimComm
 from torrential.worlds.sim.mail import ADD, COPY, LOOK, SimMail
 
@@ -27,24 +27,25 @@ def update(states: int) -> int:
     return 1 + 2 * (1 + states)
 
 
-class TimedHome:
+class TimedParameters:
     """A worker's parameters, whose update takes time."""
 
-    def __init__(self, home: Home, comm: SimComm) -> None:
-        self._home, self._comm = home, comm
+    def __init__(self, parameters: CommonParameters, comm: SimComm) -> None:
+        self._inner, self._comm = parameters, comm
         self._traffic = self._undo = 0  # bytes, for all parameters
-        for dtype, numel in home.layout.sizes.items():
-            keys = state_keys(home.spec, dtype)  # type: ignore[attr-defined]
+        for dtype, numel in parameters.layout.sizes.items():
+            keys = state_keys(parameters.spec, dtype)  # type: ignore[attr-defined]
             states = 1 if keys is None else len(keys)
             self._traffic += update(states) * numel * dtype.itemsize
             self._undo += COPY * (1 + states) * numel * dtype.itemsize
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._home, name)
+        return getattr(self._inner, name)
 
     def apply(self, step: Update) -> None:
-        """Where memory is shared, of its own slice, after a copy of what was there (params/shared.py)."""
-        self._home.apply(step)
+        """Take the step, and the time for it: where memory is shared, for its own slice, after a copy of what was there
+        (params/shared.py)."""
+        self._inner.apply(step)
         members = len(self._comm.members)
         if self._comm.together and members > 1:
             self._comm.work_on((self._traffic + self._undo) / members)
@@ -53,7 +54,7 @@ class TimedHome:
 
 
 class TimedMail(SimMail):
-    """Of a server: what it says while it is at work is sent when that is done."""
+    """A server's mail: what the server sends while it is at work leaves when that is done."""
 
     held: list[tuple[int, Any, Sequence[Tensor]]] | None = None
 

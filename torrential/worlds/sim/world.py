@@ -19,12 +19,12 @@ from torrential.membership.roles import Who
 from torrential.membership.roll import Rules
 from torrential.optim.schedule import schedule_of
 from torrential.records import Evaluation, Event, Record, Step
-from torrential.server.role import Server
+from torrential.server.server import Server
 from torrential.strategies.base import needs_servers
-from torrential.strategies.roles import Role as StrategyRole
+from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
 from torrential.trainer.observer import Observer
-from torrential.trainer.serving import ServerPlan
+from torrential.trainer.server_plan import ServerPlan
 from torrential.worlds.base import Job, Listener, going_on_from
 from torrential.worlds.failure import attributed, describe, failed, last_good, resuming
 from torrential.worlds.population import population
@@ -32,12 +32,12 @@ from torrential.worlds.sim.cluster import Cluster, Fault
 from torrential.worlds.sim.comm import SimComm
 from torrential.worlds.sim.compute_time import measure_seconds_per_sample
 from torrential.worlds.sim.faults import Faults
-from torrential.worlds.sim.group import Group
-from torrential.worlds.sim.hands import Hands
-from torrential.worlds.sim.kernel import Kernel, Role
+from torrential.worlds.sim.gradient_pool import GradientPool
+from torrential.worlds.sim.group import SimMembership
+from torrential.worlds.sim.kernel import Kernel, SimRole
 from torrential.worlds.sim.mail import Hub, SimMail
 from torrential.worlds.sim.outlet import SimObserving, SimOutlet
-from torrential.worlds.sim.timed import TimedHome, TimedMail, TimedServer
+from torrential.worlds.sim.timed import TimedMail, TimedParameters, TimedServer
 from torrential.worlds.sim.trace import Trace
 
 TICK_SECONDS = 0.1  # real ones, between two looks of whoever watches
@@ -45,24 +45,24 @@ YOUNG = 10_000  # objects before the youngest of them are looked through for gar
 YOUNG_AND_EMPTY = 1_000_000  # the same where none of them can keep a tensor's memory
 
 
-class Watch(Protocol):
-    """Somebody who looks at a simulation from outside of its time; torrential/testing does."""
+class SimulationWatch(Protocol):
+    """An observer of a simulation from outside of its time, as torrential/testing has one."""
 
     def begin(self, kernel: Kernel, hub: Hub, membership: Membership) -> None:
-        """Before anything happens."""
+        """Called before anything happens."""
 
     def role(self, address: int, role: RoleContext | Server) -> None:
-        """It has just been built."""
+        """Called when a role has just been built."""
 
     def end(self) -> None:
-        """All workers are finished; servers are still there."""
+        """Called when all workers are finished; servers are still there."""
 
 
 class SimWorld:
     """Implements worlds.base.World."""
 
     def __init__(
-        self, cluster: Cluster, observer: Callable[..., Observer] = Observer, watch: Watch | None = None
+        self, cluster: Cluster, observer: Callable[..., Observer] = Observer, watch: SimulationWatch | None = None
     ) -> None:
         self._cluster, self._observer, self._watch = cluster, observer, watch
 
@@ -71,7 +71,7 @@ class SimWorld:
         torch.set_num_threads(job.config.settings.threads or 1)
         dry = job.config.sim.gradients == "off"
         gc.set_threshold(YOUNG_AND_EMPTY if dry else YOUNG, *thresholds[1:])
-        run = _Run(job, self._cluster, write, listener, self._observer, self._watch)
+        run = _Simulation(job, self._cluster, write, listener, self._observer, self._watch)
         try:
             run.simulate()
         finally:
@@ -81,7 +81,7 @@ class SimWorld:
 
 
 def rules_of(job: Job) -> Rules:
-    """Who comes back after a death, and when, is for the cluster's faults to say."""
+    """The rules of a simulated run. The cluster's faults say who comes back after a death, and when."""
     settings = job.config.settings
     return Rules(
         timeout=settings.timeout,
@@ -94,7 +94,7 @@ def rules_of(job: Job) -> Rules:
     )
 
 
-class _Run:
+class _Simulation:
     """Implements worlds.sim.group.Stage and worlds.sim.faults.Stricken."""
 
     def __init__(
@@ -104,7 +104,7 @@ class _Run:
         write: Callable[[Record], None],
         listener: Listener,
         make_observer: Callable[..., Observer],
-        watch: Watch | None,
+        watch: SimulationWatch | None,
     ) -> None:
         self._job, self._cluster, self._write_record, self._listener = job, cluster, write, listener
         self._watch = watch
@@ -115,9 +115,9 @@ class _Run:
         dry = config.sim.gradients == "off"
         self._hub = Hub(self._kernel, cluster, config.seed, self._trace, "meta" if dry else "cpu")
         roles = job.strategy.roles(config.workers, config.servers)
-        self._programs: dict[str, StrategyRole] = {r.name: r for r in roles if isinstance(r, StrategyRole)}
+        self._programs: dict[str, Role] = {r.name: r for r in roles if isinstance(r, Role)}
         self._membership = Membership(population(job), rules_of(job))
-        self._group = Group(self._hub, self._membership, self)
+        self._group = SimMembership(self._hub, self._membership, self)
         real = torch.device(config.device)
         self._device = torch.device("meta") if dry else real
         with attributed("observer", job.directory):
@@ -126,20 +126,20 @@ class _Run:
             observer, self._write, job.evaluated, lambda error: self._kernel.failures.append(("observer", error))
         )
         self._observing.group = self._group
-        told = cluster.compute.seconds_per_sample
+        given = cluster.compute.seconds_per_sample
         with attributed("worker 0", job.directory):
             self._seconds_per_sample = (
                 measure_seconds_per_sample(job.task, config.batch_size, real, config.settings.threads or 1)
-                if isinstance(told, str)
-                else told
+                if isinstance(given, str)
+                else given
             )
-        self._roles: dict[int, Role] = {}  # by address
+        self._roles: dict[int, SimRole] = {}  # by address
         self._contexts: dict[str, RoleContext] = {}  # of programs that are built, by the role's name
         self._step = job.checkpoint.step if job.checkpoint else 0
         self._membership.stepped(self._step)
         self._running = 0  # workers whose program has not come to its end
         self._down_until: dict[int, float] = {}  # hosts that died, and when roles may start there again
-        planned = schedule_of(config, job.strategy.joined(config.workers, config.batch_size)).total
+        planned = schedule_of(config, job.strategy.samples_per_update(config.workers, config.batch_size)).total
         seen = job.checkpoint.samples if job.checkpoint else 0
         self._faults = Faults(self._kernel, cluster, config, planned, seen, self)
         self._hub.computed = self._faults.computed
@@ -153,7 +153,7 @@ class _Run:
             detail = f"{self._seconds_per_sample:g} s per sample here; another time it may be another"
             self.event("measured", None, detail)
         if self._config.sim.processes:
-            self._hub.hands = Hands(self._config.sim.processes, self._job.task, self._config)
+            self._hub.pool = GradientPool(self._config.sim.processes, self._job.task, self._config)
         if self._watch is not None:
             self._watch.begin(self._kernel, self._hub, self._membership)
         self._group.start()
@@ -171,8 +171,8 @@ class _Run:
             self._trace.write(self._job.directory / "trace.json")
         for role in self._roles.values():
             role.kill()
-        if self._hub.hands is not None:
-            self._hub.hands.close()
+        if self._hub.pool is not None:
+            self._hub.pool.close()
 
     def _raise_failure(self) -> None:
         """The run fails with the first role that did."""
@@ -189,7 +189,7 @@ class _Run:
             waiting = ", ".join(map(str, self._membership.workers))
             raise RunFailed(f"nobody can go on: {waiting} wait, and nothing is under way (at {self._kernel.now:.1f} s)")
 
-    # -- what worlds.sim.group.Group asks for ---------------------------------------------------------------------
+    # -- what worlds.sim.group.SimMembership asks for -------------------------------------------------------------
     def start(self, who: Who) -> Ready | None:
         role, _ = role_of(who.address)
         if role == "observer":
@@ -223,7 +223,7 @@ class _Run:
 
         def program() -> None:
             host = self._device if self._device.type == "meta" else torch.device("cpu")
-            timed = (lambda home: TimedHome(home, comm)) if self._hub.shared else (lambda home: home)
+            timed = (lambda common: TimedParameters(common, comm)) if self._hub.shared else (lambda common: common)
             ctx = RoleContext(
                 self._job.task,
                 config,
@@ -303,7 +303,7 @@ class _Run:
         self.crash(here, lasts)
 
     def crash(self, addresses: list[int], lasts: float | None) -> None:
-        """Whoever has finished is left alone."""
+        """Let roles die that have not finished, and come back after `lasts` seconds."""
         finished = self._membership.finished if not self._membership.dismissed else addresses
         struck = [a for a in addresses if a in self._hub.mails and a not in finished]
         for address in struck:

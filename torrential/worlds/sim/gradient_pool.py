@@ -1,12 +1,12 @@
 """Processes that compute gradients for a simulation, while it goes on with other roles.
 
-    simulation   begin(work) ──► a free slot of a hand: parameters, buffers ──► memory that both see
+    simulation   begin(work) ──► a free slot of a helper: parameters, buffers ──► memory that both see
                  virtual time goes on: other roles begin theirs, messages pass
                  finish(work) ◄── losses; gradients and buffers from the slot
-    hand         the same task and model: loads a slot, computes, leaves the gradients there
+    helper       the same task and model: loads a slot, computes, leaves the gradients there
 
-What a Work comes to depends on nothing but what is sent, so a run is the same to the byte with any number of hands.
-They are a help and no more: what no hand has begun when it is needed, what fails there, and what a dead or silent one
+Gradients depend on nothing but what is sent, so a run is the same to the byte with any number of helpers.
+They are a help and no more: what no helper has begun when it is needed, what fails there, and what a dead or silent one
 had begun is computed here. Each has two slots, so that it need not wait for the simulation between two works.
 """
 
@@ -32,22 +32,22 @@ from torrential.errors import RunFailed, TorrentialError
 from torrential.processes import start_helper
 from torrential.shipping import pack
 from torrential.task import Task
-from torrential.trainer.backward import Work
+from torrential.trainer.backward import GradientWork
 from torrential.worlds.sim.slots import SLOTS, Flags, Slots, Welcome, copied, form_of, tensors_of
 
 
 class _Job:
-    """A Work, and where it is."""
+    """A GradientWork, and where it is."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: GradientWork) -> None:
         self.work = work
-        self.hand: _Hand | None = None
+        self.helper: _Helper | None = None
         self.losses: list[float] | None = None  # None: not computed
         self.failure: Exception | None = None
         self.wanted = True
 
 
-class _Hand:
+class _Helper:
     def __init__(self, task: Task, config: RunConfig, model: nn.Module) -> None:
         welcome = Welcome(config, form_of(model), Flags.here())
         try:
@@ -66,7 +66,7 @@ class _Hand:
                     ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
                 self.slots = Slots(model, memory)
                 fds = (theirs.fileno(), memory, *parcel.fds)
-                self._process = start_helper("torrential.worlds.sim.hand", fds)
+                self._process = start_helper("torrential.worlds.sim.gradient_process", fds)
         except BaseException:
             ours.close()
             raise
@@ -84,27 +84,27 @@ class _Hand:
         self._process.wait()
 
 
-class Hands:
+class GradientPool:
     def __init__(self, count: int, task: Task, config: RunConfig) -> None:
         self._count, self._task, self._config = count, task, config
         self._waiting: deque[_Job] = deque()
-        self.done = 0  # works that hands did
-        self._hands: dict[int, _Hand] = {}  # by the descriptor of its line
+        self.done = 0  # works that helpers did
+        self._helpers: dict[int, _Helper] = {}  # by the descriptor of its line
         self._poll = select.poll()
 
     def _start(self, model: nn.Module) -> None:
         while self._count:
             self._count -= 1
             with explained():
-                hand = _Hand(self._task, self._config, model)
-            self._hands[hand.line.fileno()] = hand
-            self._poll.register(hand.line, select.POLLIN)
+                helper = _Helper(self._task, self._config, model)
+            self._helpers[helper.line.fileno()] = helper
+            self._poll.register(helper.line, select.POLLIN)
 
     def close(self) -> None:
-        while self._hands:
-            self._hands.popitem()[1].end()
+        while self._helpers:
+            self._helpers.popitem()[1].end()
 
-    def begin(self, work: Work) -> _Job:
+    def begin(self, work: GradientWork) -> _Job:
         self._start(work.gradients.model)
         job = _Job(work)
         self._waiting.append(job)
@@ -112,15 +112,15 @@ class Hands:
         return job
 
     def forget(self, job: _Job) -> None:
-        """Whoever wanted it is dead."""
+        """Drop a job: the role that wanted it is dead."""
         job.wanted = False
 
     def finish(self, job: _Job) -> list[float]:
-        """Meanwhile one more is computed here, if all hands have enough to do."""
+        """Wait for a job's losses. Meanwhile one more is computed here, if all helpers have enough to do."""
         since = time.monotonic()
         self._collect(0.0)
         while job.losses is None and job.failure is None:
-            if job.hand is None:
+            if job.helper is None:
                 self._compute(job)
             elif (other := next((each for each in self._waiting if each.wanted), None)) is not None:
                 self._compute(other)
@@ -128,14 +128,14 @@ class Hands:
             elif (left := self._config.settings.timeout - (time.monotonic() - since)) > 0:
                 self._collect(left)
             else:
-                self._lose(job.hand)
+                self._lose(job.helper)
         if job.failure is not None:
             raise job.failure
         assert job.losses is not None
         return job.losses
 
     def _compute(self, job: _Job) -> None:
-        with contextlib.suppress(ValueError):  # a hand may have begun it in vain
+        with contextlib.suppress(ValueError):  # a helper may have begun it in vain
             self._waiting.remove(job)
         try:
             job.losses = job.work()
@@ -143,46 +143,46 @@ class Hands:
             job.failure = error
 
     def _collect(self, timeout: float) -> None:
-        """What hands have done, within so many seconds; and give them more."""
+        """Collect what helpers have done within so many seconds, and give them more."""
         for fd, _ in self._poll.poll(1000 * timeout):
-            hand = self._hands[fd]
+            helper = self._helpers[fd]
             try:
-                self._take(hand, decode(hand.line.recv_bytes()))
+                self._take(helper, decode(helper.line.recv_bytes()))
             except (EOFError, OSError):
-                self._lose(hand)
-        for hand in self._hands.values():
-            while hand.free and self._waiting:
+                self._lose(helper)
+        for helper in self._helpers.values():
+            while helper.free and self._waiting:
                 job = self._waiting.popleft()
                 if job.wanted:
-                    self._give(hand, job)
+                    self._give(helper, job)
 
-    def _give(self, hand: _Hand, job: _Job) -> None:
-        slot, gradients = hand.free[-1], job.work.gradients
-        if not copied(hand.slots.states[slot], tensors_of(gradients.model)):
+    def _give(self, helper: _Helper, job: _Job) -> None:
+        slot, gradients = helper.free[-1], job.work.gradients
+        if not copied(helper.slots.states[slot], tensors_of(gradients.model)):
             return  # for nobody but this process
-        hand.free.pop()
-        job.hand, hand.jobs[slot] = hand, job
+        helper.free.pop()
+        job.helper, helper.jobs[slot] = helper, job
         portions = [(p.position, p.indices.numpy().tobytes(), p.weight, p.scale) for p in job.work.portions]
         with contextlib.suppress(OSError):  # its death is seen in what it says
-            hand.line.send_bytes(encode((slot, portions)))
+            helper.line.send_bytes(encode((slot, portions)))
 
-    def _take(self, hand: _Hand, said: Any) -> None:
+    def _take(self, helper: _Helper, said: Any) -> None:
         if said is None:  # it is there
-            hand.free = list(range(SLOTS))
+            helper.free = list(range(SLOTS))
             return
         if isinstance(said, str):
             raise RunFailed(f"the task cannot be computed in another process: {said}; leave processes out")
         slot, losses, early, last, used = said
-        job = hand.jobs.pop(slot)
-        hand.free.append(slot)
+        job = helper.jobs.pop(slot)
+        helper.free.append(slot)
         if not job.wanted:
             return
-        job.hand = None
+        job.helper = None
         gradients, watch = job.work.gradients, job.work.watch
-        if losses is None or not copied(list(gradients.model.buffers()), hand.slots.buffers[slot]):
+        if losses is None or not copied(list(gradients.model.buffers()), helper.slots.buffers[slot]):
             return  # it failed there, and will fail here in the sight of all
         parameters = list(gradients.model.parameters())
-        for parameter, grad, has in zip(parameters, hand.slots.grads[slot], used, strict=True):
+        for parameter, grad, has in zip(parameters, helper.slots.grads[slot], used, strict=True):
             if has:
                 parameter.grad = torch.empty_like(parameter).copy_(grad)
         if watch is not None:
@@ -190,9 +190,9 @@ class Hands:
         job.losses = losses
         self.done += 1
 
-    def _lose(self, hand: _Hand) -> None:
-        self._poll.unregister(hand.line)
-        del self._hands[hand.line.fileno()]
-        hand.end()
-        for job in hand.jobs.values():
-            job.hand = None
+    def _lose(self, helper: _Helper) -> None:
+        self._poll.unregister(helper.line)
+        del self._helpers[helper.line.fileno()]
+        helper.end()
+        for job in helper.jobs.values():
+            job.helper = None

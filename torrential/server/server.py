@@ -2,7 +2,7 @@
 
     View        cut, take up, give up ranges; new neighbours in chains
     a request   for a range that this server heads: server/head.py
-    Replicate, Replicated, State        between servers: server/chain.py
+    Replicate, Replicated, ShardState   between servers: server/chain.py
 
 Whatever is addressed by a newer view than this server has read waits until it has read it.
 """
@@ -18,18 +18,18 @@ from torch import Tensor
 from torrential.comm.protocol import SERVERS, Letter, Mail
 from torrential.errors import RunFailed
 from torrential.params.layout import Layout
-from torrential.server.chain import Ask, Link
+from torrential.server.chain import Ask, ChainLink
 from torrential.server.consistency import Consistency
 from torrential.server.head import Head
-from torrential.server.messages import Moved, Refused, Replicate, Replicated, Request, State, View
+from torrential.server.messages import Moved, Refused, Replicate, Replicated, Request, ShardState, View
 from torrential.server.optimizer import Store
 from torrential.server.shard import Handler, Initial, Shard
 from torrential.task import OptimizerSpec
 
 
 @dataclass(frozen=True)
-class Report:
-    """About the ranges that this server heads."""
+class ServerStatistics:
+    """The counts of updates on the ranges that a server heads."""
 
     updates: int
     dropped: int  # gradients that came too late
@@ -56,20 +56,20 @@ class Server:
         self.view = View(-1, (), ())
         self._consistency, self._handlers = consistency, dict(handlers or {})
         self._filled, self._told, self._initial = filled, -1, initial
-        self._links: dict[int, Link] = {}  # by the start of the range
+        self._links: dict[int, ChainLink] = {}  # by the start of the range
         self._heads: dict[int, Head] = {}
         self._early: list[Letter] = []
         self._heard: dict[int, float] = {}  # when each address was last heard of
         self._kinds: dict[type, Callable[[Letter], None]] = {
             Replicate: self._replicate,
             Replicated: self._replicated,
-            State: self._state,
+            ShardState: self._state,
         }
         if comm.view.version >= 0:
             self._adopt(comm.view)
 
     def run(self) -> None:
-        """Until the world says stop."""
+        """Serve until the world says stop."""
         while True:
             self.comm.read(self.handle)
             if self.comm.stop_requested():
@@ -88,18 +88,20 @@ class Server:
         else:
             self._kinds.get(type(message), _ignore)(letter)
 
-    def report(self) -> Report:
+    def report(self) -> ServerStatistics:
         shards = [self._links[start].shard for start in sorted(self._heads)]
         staleness: dict[int, int] = {}
         for shard in shards:
             for versions, times in shard.staleness.items():
                 staleness[versions] = staleness.get(versions, 0) + times
-        return Report(sum(s.version for s in shards), sum(s.dropped for s in shards), dict(sorted(staleness.items())))
+        return ServerStatistics(
+            sum(s.version for s in shards), sum(s.dropped for s in shards), dict(sorted(staleness.items()))
+        )
 
     def waits_for(self) -> list[tuple[int, float]]:
         """Addresses of those without whom something cannot go on here, and how many seconds each has been silent."""
         now = self.comm.now()
-        waiting: list[Head | Link] = [*self._heads.values(), *self._links.values()]
+        waiting: list[Head | ChainLink] = [*self._heads.values(), *self._links.values()]
         found = {address for one in waiting for address in one.waits_for()}
         return [(address, now - self._heard.get(address, now)) for address in sorted(found)]
 
@@ -176,14 +178,14 @@ class Server:
             self.handle(letter)
         self._say_filled()
 
-    def _link(self, before: Mapping[int, Link], start: int, stop: int) -> Link:
-        """What this server has of a range."""
+    def _link(self, before: Mapping[int, ChainLink], start: int, stop: int) -> ChainLink:
+        """The link of this server for a range, cut from what it has of it."""
         for link in before.values():
             if link.start <= start and stop <= link.stop:
                 return link if (link.start, link.stop) == (start, stop) else link.part(start, stop)
         initial = self._initial
         shard = None if initial is None else Shard.fresh(self.store, start, stop, self._handlers, initial)
-        return Link(self.comm, start, stop, shard)
+        return ChainLink(self.comm, start, stop, shard)
 
     def _say_filled(self) -> None:
         version = self.view.version
@@ -193,4 +195,4 @@ class Server:
 
 
 def _ignore(letter: Letter) -> None:
-    """What only workers are told."""
+    """Ignore a letter that concerns only workers."""

@@ -1,4 +1,4 @@
-"""The program of a process that computes gradients for a simulation; see worlds/sim/hands.py."""
+"""The program of a process that computes gradients for a simulation; see worlds/sim/gradient_pool.py."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ def _indices(raw: bytes) -> Tensor:
 
 
 def main(line_fd: int, memory_fd: int, pickle_fd: int, tensor_fd: int) -> None:
-    """The program of a hand: until the simulation is gone."""
+    """The program of a helper: until the simulation is gone."""
     with Connection(line_fd) as line, contextlib.suppress(EOFError, OSError):
         welcome = decode(line.recv_bytes(), type=Welcome)
         try:
             welcome.flags.adopt()
             task = unpack(pickle_fd, tensor_fd)
             torch.set_num_threads(welcome.config.settings.threads or 1)
-            hand = Computing(task, welcome, memory_fd)
+            helper = Computing(task, welcome, memory_fd)
         except BaseException as error:  # a user's task may raise anything
             return line.send_bytes(encode(describe(error).text))
         line.send_bytes(encode(None))
         while True:
             slot, portions = decode(line.recv_bytes())
-            line.send_bytes(encode((slot, *hand.compute(slot, portions))))
+            line.send_bytes(encode((slot, *helper.compute(slot, portions))))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torrential.comm.protocol import Comm, Handle, Standing
+from torrential.comm.protocol import Agreement, Comm, Handle
 from torrential.params.layout import Bucket, Layout
 from torrential.task import OptimizerSpec
 
@@ -31,10 +31,10 @@ class Parameters(Protocol):
     private: bool  # whether each member has a copy of its own
     own: bool  # whether these are parameters that no other member has
 
-    def settle(self) -> None:
-        """Return when every member's part of the last step can be seen here."""
+    def wait_for_everybody(self) -> None:
+        """Wait until every member's part of the last step can be seen here."""
 
-    def regroup(self, standing: Standing) -> None:
+    def regroup(self, agreement: Agreement) -> None:
         """Make the state whole after a change of members. Waits for them."""
 
     def rebuild(self) -> None:
@@ -50,7 +50,7 @@ class Parameters(Protocol):
         """Take over what `flat` and `extras` of another have given."""
 
 
-class Home(Parameters, Protocol):
+class CommonParameters(Parameters, Protocol):
     """Parameters that all members hold alike."""
 
     def reduce(self, bucket: Bucket) -> Handle:

@@ -29,7 +29,7 @@ from torrential.records import RECORDS
 from torrential.strategies import STRATEGIES
 from torrential.strategies.base import needs_servers
 from torrential.worlds.sim import world
-from torrential.worlds.sim.hands import Hands
+from torrential.worlds.sim.gradient_pool import GradientPool
 
 FAST: dict[str, Any] = {"compute": {"seconds_per_sample": 1e-3, "spread": "lognormal"}, "detection": 0.05}
 CRASH = {"kind": "crash", "worker": 2, "at": 0.2, "lasts": 0.2}
@@ -57,7 +57,7 @@ def fickle(loss: Any = F.cross_entropy) -> tt.Task:
     return tt.Task(name="fickle", model=Fickle, loss=loss, train=data, validation=data, test=data, batch_size=10)
 
 
-class Ready(Hands):
+class Ready(GradientPool):
     """Here before the first work."""
 
     made: list[Ready]
@@ -68,18 +68,18 @@ class Ready(Hands):
             return
         self.made.append(self)
         limit = time.monotonic() + 60
-        while not all(hand.free for hand in self._hands.values()):
-            assert time.monotonic() < limit, "hands do not start"
+        while not all(helper.free for helper in self._helpers.values()):
+            assert time.monotonic() < limit, "helpers do not start"
             self._collect(1.0)
 
 
 @pytest.fixture
 def ready(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ready]]:
     Ready.made = []
-    monkeypatch.setattr(world, "Hands", Ready)
+    monkeypatch.setattr(world, "GradientPool", Ready)
     yield Ready.made
-    for hands in Ready.made:
-        assert not hands._hands  # closed with the run
+    for helpers in Ready.made:
+        assert not helpers._helpers  # closed with the run
 
 
 def simulate(out: Path, strategy: str, task: Any = None, **options: Any) -> Any:
@@ -110,7 +110,7 @@ def same(one: Any, other: Any) -> bool:
 def test_the_same_to_the_byte_with_any_number(strategy: str, tmp_path: Path, ready: list[Ready]) -> None:
     alone = simulate(tmp_path / "alone", strategy)
     helped = simulate(tmp_path / "helped", strategy, processes=2)
-    assert ready[0].done > 10, "hands did nothing"
+    assert ready[0].done > 10, "helpers did nothing"
     assert same(alone, helped)
 
 
@@ -124,17 +124,17 @@ def test_several_portions_a_step(tmp_path: Path, ready: list[Ready]) -> None:
 def test_what_a_dead_or_hung_one_had_begun_is_computed_here(
     sign: signal.Signals, tmp_path: Path, ready: list[Ready], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = Hands.begin
+    begin = GradientPool.begin
 
-    def strike(self: Hands, work: Any) -> Any:
+    def strike(self: GradientPool, work: Any) -> Any:
         job = begin(self, work)
-        if self.done > 5 and job.hand is not None and not struck:
-            struck.append(job.hand._process.pid)
+        if self.done > 5 and job.helper is not None and not struck:
+            struck.append(job.helper._process.pid)
             os.kill(struck[0], sign)
         return job
 
     struck: list[int] = []
-    monkeypatch.setattr(Hands, "begin", strike)
+    monkeypatch.setattr(GradientPool, "begin", strike)
     options = {"timeout": 1.0, "cluster": FAST}
     alone = simulate(tmp_path / "alone", "ssp", **options)
     assert same(alone, simulate(tmp_path / "helped", "ssp", processes=2, **options))
@@ -271,17 +271,17 @@ def test_they_end_with_a_simulation_that_is_killed(delay: float, tmp_path: Path)
     )
     simulation = subprocess.Popen([sys.executable, "-c", program])
     try:
-        limit, hands = time.monotonic() + 60, list[psutil.Process]()
-        while len(hands) < 2 and time.monotonic() < limit:
-            hands = psutil.Process(simulation.pid).children()
+        limit, helpers = time.monotonic() + 60, list[psutil.Process]()
+        while len(helpers) < 2 and time.monotonic() < limit:
+            helpers = psutil.Process(simulation.pid).children()
             time.sleep(0.05)
-        assert len(hands) == 2
+        assert len(helpers) == 2
         time.sleep(delay)
     finally:
         simulation.kill()
         simulation.wait()
     limit = time.monotonic() + 2  # at once, whatever they were at
-    while alive := [hand for hand in hands if lives(hand)]:
+    while alive := [helper for helper in helpers if lives(helper)]:
         assert time.monotonic() < limit, alive
         time.sleep(0.02)
 

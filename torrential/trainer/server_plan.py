@@ -33,7 +33,7 @@ class ServerPlan:
         self.bounds = bounds(self.layout, self.spec)  # where the key space may be cut; None: anywhere
 
     def initial(self) -> Initial:
-        """What those begin with that are there when the run does."""
+        """The state of servers that are there from the beginning of the run."""
         config = self._config
         if self._checkpoint is not None:
             return resumed(self._checkpoint, self.layout, self.spec, self.servers.vectors)
@@ -48,7 +48,7 @@ class ServerPlan:
 def resumed(
     checkpoint: Checkpoint, layout: Layout, spec: OptimizerSpec, vectors: Mapping[str, float] | None = None
 ) -> Initial:
-    """What servers begin with that go on from a checkpoint. `vectors`: what they keep beside the optimizer's state."""
+    """The state of servers that go on from a checkpoint. `vectors`: what they keep beside the optimizer's state."""
     ((dtype, numel),) = layout.sizes.items()
     entries = {e.name: e for e in layout.entries}
     parameters = torch.zeros(numel, dtype=dtype)

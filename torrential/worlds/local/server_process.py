@@ -9,16 +9,16 @@ import torch
 
 from torrential.comm.post import Post
 from torrential.comm.protocol import SERVERS
-from torrential.server.role import Server
-from torrential.trainer.serving import ServerPlan
+from torrential.server.server import Server
+from torrential.trainer.server_plan import ServerPlan
 from torrential.worlds.base import Job
 from torrential.worlds.local import messages as m
-from torrential.worlds.local.link import Buffers, Link
+from torrential.worlds.local.link import Buffers, SupervisorLink
 from torrential.worlds.local.mail import ServerMail
 from torrential.worlds.local.nursery import return_freed_memory
 
 
-def serve(job: Job, number: int, link: Link, post: Post) -> None:
+def serve(job: Job, number: int, link: SupervisorLink, post: Post) -> None:
     config = job.config
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.settings.threads or max(1, cores // max(config.workers, config.servers)))
