@@ -20,6 +20,7 @@ from tests.test_contract import PLAIN, WORLDS
 from tests.test_equivalence import assert_equal_models, fresh, plain_loop, small_task
 from torrential.errors import BadInput, RunFailed
 from torrential.params.whole import PER_PARAMETER
+from torrential.records import Event
 from torrential.strategies import STRATEGIES
 from torrential.strategies.base import needs_servers
 
@@ -484,3 +485,9 @@ def test_a_run_that_cannot_be_resumed_says_so(tmp_path: Path) -> None:
     whole = run(task, tmp_path / "whole", "allreduce", evaluate_every=STEPS // 2)
     with pytest.raises(RunFailed, match="Forgetful keeps taken outside of its state, which no checkpoint holds"):
         tt.train(task, resume=interrupted(whole, tmp_path / "again"), progress=False)
+
+
+def test_an_optimizer_whose_run_cannot_be_resumed_is_warned_of(tmp_path: Path) -> None:
+    result = run(task_with(Forgetful), tmp_path / "run", "allreduce")
+    warned = [r.detail for r in result.history if isinstance(r, Event) and r.event == "warning"]
+    assert any("this run cannot be resumed" in line for line in warned)

@@ -51,7 +51,7 @@ def test_no_difference_in_words():
         line.startswith("no difference seen between b and a (medians 4.500 s and ") for line in verdict.sentences
     )
     assert any("Holm's correction for 3 comparisons" in rule for rule in verdict.rules)
-    assert any(rule.startswith("entries are ordered by their median times") for rule in verdict.rules)
+    assert any(rule.startswith("entries are ranked by their median times") for rule in verdict.rules)
     assert [pair.p for pair in verdict.pairs] == pytest.approx([1.0, 3 * 2 / 252, 3 * 2 / 252], abs=0.4)
 
 

@@ -152,6 +152,16 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.settings
 
 
+def read_config(table: dict[str, Any]) -> RunConfig:
+    """The configuration in a manifest; also of runs that were made before settings belonged to one world."""
+    settings, kind = table.get("settings"), WORLDS.get(table.get("world", ""))
+    if isinstance(settings, dict) and "world" not in settings and kind is not None:
+        known = {name: value for name, value in settings.items() if name in kind.__struct_fields__}
+        table = {"samples_per_step": table.get("workers", 1) * table.get("batch_size", 1)} | table
+        table["settings"] = {"world": table["world"], **known}
+    return msgspec.convert(table, RunConfig)
+
+
 def label_of(strategy: str) -> str:
     """The name by which people read of a RunConfig's strategy: ssp, mine.py:Mine, Mine."""
     file, colon, name = strategy.rpartition(":")

@@ -12,7 +12,7 @@ import msgspec
 
 from torrential import checkpoint as checkpoints
 from torrential import records
-from torrential.config import RunConfig
+from torrential.config import RunConfig, read_config
 from torrential.errors import BadInput
 from torrential.locks import lock_directory
 from torrential.records import Evaluation, Summary
@@ -121,7 +121,7 @@ def _resumed(directory: Path, manifest: records.Manifest, task: Task | None, giv
 
 def _read_config(directory: Path, manifest: records.Manifest) -> RunConfig:
     try:
-        return msgspec.convert(manifest.config, RunConfig)
+        return read_config(manifest.config)
     except msgspec.ValidationError as error:
         path = directory / records.MANIFEST
         raise BadInput(f"{path} is damaged ({error}); take it from a copy, or start a new run") from error

@@ -320,7 +320,9 @@ def _check_recipe(
             f"try --lr {40 * config.lr:g}"
         )
     model = adapt_model(recipe, model)
-    check_optimizer(config, strategy, strategy.optimizer(adapt_optimizer(recipe, task.optimizer, model)), model)
+    warnings += check_optimizer(
+        config, strategy, strategy.optimizer(adapt_optimizer(recipe, task.optimizer, model)), model
+    )
     if recipe.resize is not None:
         try_resized(Resize.parse(recipe.resize), task, model, sample)
     return describe(recipe, schedule, joined, model), warnings

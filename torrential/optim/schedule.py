@@ -126,7 +126,7 @@ class Schedule:
             return (
                 f"the rate had come to {rate:.3g} in warm-up; lengthen warmup, lower --lr or use fewer samples a step"
             )
-        return f"the rate was {rate:.3g}; lower --lr or clip with clip_norm"
+        return f"the rate was {rate:.3g}; lower --lr, clip with clip_norm, or look for nan in the data"
 
 
 def schedule_of(config: RunConfig, joined: int) -> Schedule:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
-
-from torrential.config import RunConfig
+from torrential.config import read_config
 from torrential.optim.schedule import schedule_of
 from torrential.progress import counted, number
 from torrential.study.results import Entry, Run, Study, unit_of_time
@@ -44,7 +42,7 @@ def _faults(run: Run) -> Iterator[tuple[str, bool]]:
 
 def _planned(run: Run) -> int:
     """The samples that the run would train on if it had no target."""
-    config = msgspec.convert(run.config, RunConfig)
+    config = read_config(run.config)
     return schedule_of(config, config.samples_per_step).total
 
 

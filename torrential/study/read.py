@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from torrential import records
-from torrential.config import WORLDS, Recipe, RunConfig, label_of
+from torrential.config import WORLDS, Recipe, label_of, read_config
 from torrential.errors import BadInput, UnknownName
 from torrential.records import Evaluation, Event, Step, Summary
 from torrential.study.ask import Question, Spec, cluster_name, grid, own_options
@@ -71,7 +71,7 @@ def read_run(directory: Path) -> Run:
         raise BadInput(f"the name of {printable(str(directory))} is not UTF-8; rename it") from error
     manifest = records.read_manifest(directory)
     try:
-        msgspec.convert(manifest.config, RunConfig)
+        read_config(manifest.config)
     except msgspec.ValidationError as error:
         path = directory / records.MANIFEST
         raise BadInput(f"{path} is of another version, or damaged ({error}); use the version that wrote it") from error

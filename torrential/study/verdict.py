@@ -204,9 +204,9 @@ def _rules(study: Study, pairs: list[Pair]) -> list[str]:
     if pairs:
         several = f", Holm's correction for {len(pairs)} comparisons" if len(pairs) > 1 else ""
         rules.append(
-            "entries are ordered by their median times, a miss being later than any time, and differences are tested "
+            "entries are ranked by their median times, a miss being later than any time, and differences are tested "
             f"by ranks (Mann-Whitney{several}); how many times sooner is the median over all pairs of trials, with the "
-            "interval of that test"
+            "interval of that test" + (" for the one pair, which is not corrected" if several else "")
         )
     if study.looks:
         rules.append(

@@ -65,7 +65,10 @@ def _pick(module: ModuleType, path: Path, name: str) -> Task:
     tasks = [key for key, value in members.items() if isinstance(value, Task)]
     if not name and _DEFAULT_NAME not in members:
         if len(tasks) != 1:
-            held = f"holds {len(tasks)} tasks ({', '.join(tasks)})" if tasks else "holds no Task"
+            if not tasks:
+                made = f"a function without arguments that returns one ({path.name}:NAME)"
+                raise BadInput(f"{path} holds no Task; make one (task = tt.Task(...)), or name {made}")
+            held = f"holds {len(tasks)} tasks ({', '.join(tasks)})"
             raise BadInput(f"{path} {held} and none is named {_DEFAULT_NAME!r}; say which: {path.name}:NAME")
         name = tasks[0]
     name = name or _DEFAULT_NAME

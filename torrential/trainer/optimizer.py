@@ -15,8 +15,8 @@ from torrential.strategies.base import Strategy, servers_of
 from torrential.task import OptimizerSpec
 
 
-def check_optimizer(config: RunConfig, strategy: Strategy, spec: OptimizerSpec, model: nn.Module) -> None:
-    """Raise BadInput if the run would not do with the optimizer what a plain loop does."""
+def check_optimizer(config: RunConfig, strategy: Strategy, spec: OptimizerSpec, model: nn.Module) -> list[str]:
+    """Raise BadInput if the run would not do with the optimizer what a plain loop does; returns what to warn of."""
     layout, name = plan(model, strategy.bucket_bytes), spec.kind.__name__
     has_servers = servers_of(strategy, config.workers, config.servers) is not None
     on_gpu = config.device == "cuda" and not has_servers
@@ -25,13 +25,13 @@ def check_optimizer(config: RunConfig, strategy: Strategy, spec: OptimizerSpec, 
     if is_elementwise(spec):
         if not on_gpu:
             spec.build(gradients(model, layout))
-        return
+        return []
     try:
         form = form_of(spec, layout)
     except BadInput as error:
         if not on_gpu or isinstance(error.__cause__, RunFailed):
             raise
-        return  # it may need a GPU, which this process must not take hold of: workers try it there
+        return []  # it may need a GPU, which this process must not take hold of: workers try it there
     if form.draws and config.workers > 1:
         raise BadInput(DRAWS.format(name=name, workers=config.workers))
     joined = strategy.samples_per_update(config.workers, config.batch_size)
@@ -40,6 +40,12 @@ def check_optimizer(config: RunConfig, strategy: Strategy, spec: OptimizerSpec, 
             f"{name} takes no notice of a learning rate that changes, and this run's does; leave out what changes it "
             "(schedule, warmup, scaling, recipe), or have its step use group['lr']"
         )
+    if form.outside is None:
+        return []
+    return [
+        f"{name} keeps {form.outside} outside of its state, which no checkpoint holds: this run cannot be resumed, and "
+        "no worker can take another's place; keep it in self.state[parameter]"
+    ]
 
 
 def _check_served(servers: int, spec: OptimizerSpec, layout: Layout) -> None:

@@ -204,8 +204,13 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ):
             for number in numbers:
                 if number is not None and number >= most:
-                    remedy = f"; use --{what}s {number + 1} or more" if what != "host" else ""
-                    raise BadInput(f"{self.name} names {what} {number}, but there are {most} (numbered from 0){remedy}")
+                    remedy = f"use --{what}s {number + 1} or more"
+                    if what == "host":
+                        enough = number * self.workers_per_host + 1
+                        remedy = f"use --workers {enough} or more, or fewer workers_per_host ({self.workers_per_host})"
+                    raise BadInput(
+                        f"{self.name} names {what} {number}, but there are {most} (numbered from 0); {remedy}"
+                    )
 
     def hosts_of(self, workers: int, servers: int) -> int:
         return self.hosts or self._worker_hosts(workers) + (servers if self.servers_apart else 0)
