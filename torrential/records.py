@@ -60,8 +60,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind"
     communicate: Seconds
     wait: Seconds
     bytes_sent: Count  # by this worker, since the start of the run
-    staleness: dict[Count, Count] = {}  # of its updates since the start: versions between read and push, how often
-    dropped: Count = 0  # of its gradients that came too late, since the start
+    staleness: dict[Count, Count] = {}  # its updates since the start, by versions between read and push: how often
+    dropped: Count = 0  # its gradients that came too late, since the start
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="evaluation"):

@@ -46,7 +46,7 @@ class Sample(NamedTuple):
     name: str
     members: int
     nbytes: int
-    seconds: float  # of the slowest member
+    seconds: float  # the time of the slowest member
 
 
 class Choice(NamedTuple):
@@ -66,7 +66,7 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     machine: str
-    transport: str  # of messages
+    transport: str  # the transport of messages
     members: int  # when measured
     when: str  # ISO 8601
     costs: Costs

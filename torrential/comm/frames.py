@@ -44,8 +44,8 @@ def nowhere(message: Any) -> Sequence[Tensor] | None:
 
 
 class TensorHeader(wire.Shape, frozen=True, array_like=True):
-    key: str = ""  # of the registered buffer that it lies in; "": its bytes follow
-    offset: int = 0  # of its first byte there
+    key: str = ""  # the key of the registered buffer that it lies in; "": its bytes follow
+    offset: int = 0  # the place of its first byte there
 
 
 class Sealed(msgspec.Struct, Generic[M], array_like=True, frozen=True):

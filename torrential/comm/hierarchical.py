@@ -35,7 +35,7 @@ class HierarchicalCarrier(ScheduledCarrier):
         timeout: float,
         messenger: Messenger,
         shared: Callable[[str, Meter], SharedCarrier],  # makes one, its counters apart from those of another name
-        host: Callable[[int], int],  # of a rank
+        host: Callable[[int], int],  # the host of a rank
     ) -> None:
         super().__init__(rank, meter, check, timeout, messenger)
         self._inside = Meter()  # the shared carriers'; their bytes are ours, their time is in ours already
@@ -48,7 +48,7 @@ class HierarchicalCarrier(ScheduledCarrier):
         for rank in members:
             by_host.setdefault(self._host(rank), []).append(rank)
         mine = tuple(by_host[self._host(self.rank)])
-        self.first = mine[0]  # of this host
+        self.first = mine[0]  # the first worker of this host
         self.firsts = tuple(ranks[0] for ranks in by_host.values())
         self.up.regroup(generation, mine)
         self.down.regroup(generation, mine)

@@ -26,8 +26,8 @@ class Batch:
     first: int  # the place of the first of them in the epoch's order
     indices: Tensor
     total: int  # samples of all workers together, where they are dealt one joined batch; else of this one
-    weight: float = 1.0  # of its mean loss in the gradient
-    lease: int = 0  # to be named in the push, where servers deal samples
+    weight: float = 1.0  # the weight of its mean loss in the gradient
+    lease: int = 0  # the lease to name in the push, where servers deal samples
 
     def __len__(self) -> int:
         return len(self.indices)

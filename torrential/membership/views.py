@@ -24,7 +24,7 @@ class Views:
         self.view: View | None = None
         self.due: float | None = None  # when the next one is to be published at the latest
         self.began = 0.0
-        self._numel = 0  # of the key space
+        self._numel = 0  # the size of the key space
         self._bounds: list[int] | None = None  # where it may be cut; None: anywhere
         self._lost_at: dict[int, float] = {}  # by number of a server
 

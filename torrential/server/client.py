@@ -39,7 +39,7 @@ from torrential.server.messages import (
 )
 from torrential.server.ring import find
 
-AGAIN = 0.25  # of the timeout: how long after a complaint about a server the next one follows
+AGAIN = 0.25  # the share of the timeout after which a complaint about a server is repeated
 LAST = 1 << 32  # the number that the last checkpoints come after
 JOINING = -1  # the clock of a worker that has not begun; nothing waits for it, and it waits for nothing
 
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
     """The answer of all servers together."""
 
     version: int = 0  # updates applied, on the range with the fewest
-    clock: int = 0  # completed by all workers, on the range furthest behind
+    clock: int = 0  # clocks that all workers have completed, on the range furthest behind
     dropped: bool = False  # the gradient came too late and was not used (on the first range)
     staleness: int = 0  # updates between the read and the push (on the first range)
     lease: int = 0
@@ -57,8 +57,8 @@ class Answer(NamedTuple):
     total: int = 0
     finished: bool = False
     tensors: Sequence[Tensor] = ()  # what handlers returned, by range
-    ahead: int = 0  # completed by all workers, on the range furthest ahead
-    metadata: Sequence[bytes] = ()  # of copies, by range: see server/copies.py
+    ahead: int = 0  # clocks that all workers have completed, on the range furthest ahead
+    metadata: Sequence[bytes] = ()  # everything about copies besides vectors, by range: see server/copies.py
 
 
 class Client:
@@ -80,7 +80,7 @@ class Client:
         self._cutter = Cutter(comm.view, numel)
         self._seq = comm.view.version << LIFE_BITS  # its next life will have seen a newer view
         self._unanswered: dict[int, PendingRequest] = {}  # by number, in ascending order
-        self._versions: dict[int, int] = {}  # of the parameters last read, by the start of the range
+        self._versions: dict[int, int] = {}  # versions of the parameters last read, by the start of the range
         self._marked = self._saved = 0  # the newest checkpoint that this worker has marked, and asked for
         self._waited: PendingRequest | None = None  # what the caller waits for, and so cannot be computing on
         self._land()

@@ -46,15 +46,17 @@ class Head:
         self.shard = link.shard  # a link gets another one only from a head
         self._aggregates = consistency.aggregates
         self._copies = Copies(comm, link, self._aggregates, self._answer)
-        self._workers: frozenset[int] = frozenset()  # of the view
+        self._workers: frozenset[int] = frozenset()  # the workers of the view
         self._done: dict[int, int] = {}  # completed clocks of the workers that count
-        self._least = 0  # of them
+        self._least = 0  # the least number of clocks that one of them has completed
         self._last = 0  # how many workers have completed no more than that
         self._ahead: set[int] = set()  # workers that will not push for the clock that is open
         self._open: dict[int, Clock] = {}  # pushes that wait for others of the same clock
         self._summed = 0  # the operation that the buffer of sums was last used for
-        self._reads: dict[int, dict[tuple[int, int], tuple[Ask, Outcome]]] = {}  # by clocks that must be completed
-        self._takes: dict[int, dict[int, Ask]] = {}  # by clock, or all under 0
+        self._reads: dict[
+            int, dict[tuple[int, int], tuple[Ask, Outcome]]
+        ] = {}  # reads that wait, by the clocks that must be completed
+        self._takes: dict[int, dict[int, Ask]] = {}  # requests for samples that wait, by clock, or all under 0
         self._empty = 0  # takes were answered with nothing for clocks below this one
         self._kinds: dict[type[Request], Callable[[Ask], None]] = {
             Put: self._update,

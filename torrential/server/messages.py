@@ -38,9 +38,9 @@ class View(msgspec.Struct, frozen=True, tag=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):
     seq: int
     clock: int
-    view: int  # the version it was addressed by
+    view: int  # the version of the view it was addressed by
     spans: tuple[Span, ...] = ()  # in the order of the tensors
-    start: int = 0  # of the range it is for
+    start: int = 0  # the first key of the range it is for
     floor: int = 0  # every request of this worker below this number has been answered
 
 
@@ -58,9 +58,9 @@ class Push(Request, frozen=True, kw_only=True):
     """Gradients for the server's optimizer; tensors as for Add. With `pull` the answer carries the parameters."""
 
     lr: float
-    scale: float = 1.0  # of the gradient
+    scale: float = 1.0  # the factor of the gradient
     used: tuple[int, ...] | None = None  # entries of the layout that backward reached; None: all
-    version: int = 0  # of the parameters it was computed on, for staleness
+    version: int = 0  # the version of the parameters it was computed on, for staleness
     lease: int = 0  # the batch it was computed on; 0: none
     keys: bool = False
     pull: bool = False
@@ -104,15 +104,15 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     start: int = 0  # as in the request, so is `view`
     view: int = 0
     version: int = 0  # updates applied to these spans so far; of the parameters, where tensors are parameters
-    clock: int = 0  # completed by all workers
+    clock: int = 0  # the number of clocks that all workers have completed
     dropped: bool = False  # a gradient that came too late
-    staleness: int = 0  # of a gradient: updates between the read and the push
+    staleness: int = 0  # the updates between the read and the push of a gradient
     lease: int = 0
-    indices: Span = (0, 0)  # of the epoch's order
+    indices: Span = (0, 0)  # the leased samples: places in the epoch's order
     epoch: int = 0
     total: int = 0  # samples that all workers together were given at this clock
     finished: bool = False  # nothing is left to take
-    metadata: bytes = b""  # of a copy, besides its tensors: encoded by server/copies.py
+    metadata: bytes = b""  # everything about a copy besides its tensors, encoded by server/copies.py
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -142,11 +142,11 @@ class Marking(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Replicate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An operation, for the next in the chain; tensors are its operands."""
 
-    start: int  # of the range
-    number: int  # of the operation on that range
+    start: int  # the first key of the range
+    number: int  # the number of the operation on that range
     operation: bytes  # encoded by server/shard.py
     view: int
-    stop: int = 0  # of the range, as the sender sees it
+    stop: int = 0  # the end of the range, as the sender sees it
 
 
 class Replicated(msgspec.Struct, frozen=True, kw_only=True, tag=True):

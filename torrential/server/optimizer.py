@@ -176,7 +176,7 @@ class _Adagrad:
 class _Stepper(NamedTuple):
     """An optimizer of some elements of some pieces."""
 
-    numbers: Sequence[int]  # of the pieces
+    numbers: Sequence[int]  # the numbers of the pieces
     parameters: list[Tensor]
     states: list[dict[str, Tensor]]  # with the piece's own numbers while a step is taken
     optimizer: torch.optim.Optimizer
@@ -188,7 +188,7 @@ class _Plan(NamedTuple):
     """The places of gradients for some spans: which gradient goes where, and which part of it (None: all of it)."""
 
     wholes: Mapping[int, tuple[int, slice | None]]  # by piece
-    beside: _Stepper | None  # of what is less than a piece
+    beside: _Stepper | None  # steps what is less than a piece
     parts: Sequence[tuple[int, slice | None]]
 
 
@@ -198,7 +198,7 @@ class RangeOptimizer:
     def __init__(self, store: Store, start: int, stop: int, scalars: Mapping[int, Mapping[str, float]]) -> None:
         self._store, self._start, self._stop = store, start, stop
         self._pieces: list[Piece] = []
-        self._sizes: list[int] = []  # of gaps and pieces in turn
+        self._sizes: list[int] = []  # the sizes of gaps and pieces in turn
         at = start
         for entry in store.layout.entries if store.dtype.is_floating_point else ():
             first, last = max(entry.start, start), min(entry.stop, stop)

@@ -32,7 +32,7 @@ class RequestInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seq: int
     floor: int
     clock: int
-    version: int = 0  # of the parameters that its gradient was computed on
+    version: int = 0  # the version of the parameters that its gradient was computed on
     lease: int = 0
 
 

@@ -67,9 +67,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """An entry as it is to be run."""
 
     name: str
-    slug: str  # of its directories
+    slug: str  # the name of its directories
     strategy: str
-    options: dict[str, Any]  # of its own
+    options: dict[str, Any]  # the strategy's options that are set
     workers: Workers
     servers: Count | None = None
     batch_size: Count | None = None

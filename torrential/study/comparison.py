@@ -17,16 +17,16 @@ class EntryOutcome:
 
     name: str  # unique in the study: "ssp:staleness=3 · 4 workers"
     strategy: str
-    options: dict[str, Any]  # that were set for this entry
+    options: dict[str, Any]  # those that were set for this entry
     workers: int
     servers: int
     trials: int
     reached: int  # trials that reached the target
-    times: tuple[float, ...]  # of each trial
+    times: tuple[float, ...]  # seconds to the target, of each trial
     median: float
     least: float
     most: float
-    value: float  # of the metric on test data, in the mean; NaN: there is none
+    value: float  # the mean of the metric on test data; NaN: there is none
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class PairOutcome:
     first: str
     second: str
     ratio: float  # how many times sooner the first reached the target
-    low: float  # of the 95 % confidence interval of the ratio
-    high: float
-    p: float  # corrected for the number of comparisons
+    low: float  # the lower end of the 95 % confidence interval of the ratio
+    high: float  # its upper end
+    p: float  # the p-value, corrected for the number of comparisons
     differs: bool  # whether the test sees a difference
     sentence: str
 

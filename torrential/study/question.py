@@ -34,7 +34,7 @@ class Subject:
     """The subject of a study: the task, and the class of each strategy that its entries name."""
 
     task: Task
-    source: str | None  # of the task; None: a program made it
+    source: str | None  # where the task is loaded from; None: a program made it
     strategies: Mapping[str, type[Strategy]]
 
 

@@ -39,7 +39,7 @@ class Spread:
 
     count: int
     mean: float
-    sd: float  # of the sample; NaN for a single one
+    sd: float  # the standard deviation of the sample; NaN for a single one
     median: float
 
 
@@ -58,8 +58,8 @@ class Difference:
     """The difference of two entries: how many times sooner the first is; infinite where most of the second missed."""
 
     ratio: float
-    low: float  # of the interval that goes with the test
-    high: float
+    low: float  # the lower end of the confidence interval that goes with the test
+    high: float  # its upper end
     p: float
     sooner: float  # the share of pairs of trials, one of each, in which the first was sooner; equal ones count half
 

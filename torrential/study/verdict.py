@@ -32,15 +32,15 @@ class Row:
 
     entry: Entry
     trials: int
-    missed: int  # of them, the diverged ones included
-    times: list[float]  # to the target, in seconds; infinite: missed
+    missed: int  # trials that missed the target, the diverged ones included
+    times: list[float]  # seconds to the target; infinite: missed
     time: Spread
-    worker_seconds: Spread  # to the target, as are the bytes
+    worker_seconds: Spread  # spent until the target, as are the bytes
     bytes_sent: Spread
-    value: Spread  # of the metric on test data
-    seconds: Spread  # of training, whether or not there was a target
+    value: Spread  # the metric on test data
+    seconds: Spread  # the time of training, whether or not there was a target
     interval: float  # samples between two evaluations until the target, in the median; 0: there were none
-    options: int  # that somebody had to set
+    options: int  # the number of options that were set by hand
 
     @property
     def reached(self) -> int:

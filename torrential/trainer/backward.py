@@ -29,8 +29,8 @@ from torrential.usercode import calling
 class Portion(NamedTuple):
     position: tuple[int, int]  # the epoch, and the place of its first sample in the epoch's order; it seeds all draws
     indices: Tensor
-    weight: float  # of its loss
-    scale: float | None = None  # of the sides of its images
+    weight: float  # the weight of its loss
+    scale: float | None = None  # the factor of its images' sides; None: full size
 
 
 class Gradients:

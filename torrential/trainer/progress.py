@@ -46,7 +46,7 @@ class TrainingProgress:
         self._last_rate = config.lr
         self._staleness: Counter[int] = Counter()
         self._dropped = 0
-        self.saving: Saving | None = None  # of what servers keep, where there are any
+        self.saving: Saving | None = None  # saves what servers keep, where there are any
         self.give_snapshot: Callable[[], None] = lambda: None  # set where this role gives snapshots outside of rounds
         self._was_first = not late and comm.rank == 0
         self._saved = -1 if late else self._saves_due(self.epoch)  # checkpoints asked for so far; -1: not known

@@ -31,7 +31,7 @@ from torrential.trainer.snapshot import buffers_of, from_checkpoint
 from torrential.trainer.state import NamedStates
 from torrential.trainer.watch import BackwardWatch
 
-FORWARD = 1 / 3  # of the time of a batch
+FORWARD = 1 / 3  # the share of forward in the time of a batch
 
 
 class ModelReplica:

@@ -30,7 +30,7 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
     role: str
     rank: int
     life: int
-    address: str  # of the supervisor
+    address: str  # the address of the supervisor
     token: bytes
     parcel: tuple[int, int, int]  # the supervisor's pid, and two of its descriptors
     transport: str

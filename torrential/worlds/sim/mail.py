@@ -115,9 +115,9 @@ class SimMail:
         self._stop = False
         self.resend = RESEND_SECONDS if hub.lossy else None
         self._inbox: deque[Letter] = deque()
-        self._reader: Callable[[Letter], bool | None] | None = None  # given what comes, as long as the role waits
-        self._enough = False  # whether it has said so
-        self._failure: Exception | None = None  # of it
+        self._reader: Callable[[Letter], bool | None] | None = None  # is given what comes, as long as the role waits
+        self._enough = False  # whether the reader has had enough
+        self._failure: Exception | None = None  # what the reader has raised
         self._since = 0.0  # when this wait, or the last letter of it, began
         self._buffers: dict[str, Tensor] = {}
         hub.mails[address] = self
