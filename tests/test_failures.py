@@ -154,8 +154,8 @@ IN_A_RUN = {
     ),
     "nan": (
         "loss=LastBatch(lambda outputs: outputs.sum() * float('nan'))",
-        f"the loss turned nan on worker 0 at step 12; the rate was 0.01; lower --lr, clip with clip_norm, or look for nan in the "
-        f"data{NONE}",
+        "the loss turned nan on worker 0 at step 12; the rate was 0.01; lower --lr, clip with clip_norm, or look for "
+        f"nan in the data{NONE}",
     ),
 }
 

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from torrential import checkpoint as checkpoints
 from torrential.checkpoint import Checkpoint
-from torrential.comm.protocol import COORDINATORS
 from torrential.config import RunConfig
 from torrential.records import Record
 from torrential.strategies.base import Strategy
+from torrential.strategies.roles import Death
 from torrential.task import Task
 
 
@@ -31,10 +31,10 @@ class Job:
     evaluated: Mapping[tuple[str, int], float] = field(default_factory=dict)  # (split, step) on record: their times
 
 
-def going_on_from(job: Job, address: int, life: int) -> Checkpoint | None:
-    """The checkpoint that a program goes on from. A coordinator that takes the place of another has the newest; workers
-    get what they need from the other members, or from servers."""
-    if address < COORDINATORS or not life:
+def going_on_from(job: Job, death: Death, life: int) -> Checkpoint | None:
+    """The checkpoint that a program goes on from. One that takes another's place has the newest, unless it gets all
+    that it needs from the members that it regroups with: servers keep parameters, but no statistics of batch norm."""
+    if not life or death == "regroup":
         return job.checkpoint
     return checkpoints.latest(job.directory / "checkpoints")[0]
 

@@ -106,7 +106,7 @@ def _build(
     comm.own_memory = role.death in ("view", "restart")
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
     reduce_device = device if backend == "nccl" else torch.device("cpu")
-    checkpoint = going_on_from(job, rank, life)
+    checkpoint = going_on_from(job, role.death, life)
     context = RoleContext(job.task, config, job.strategy, comm, outlet, device, reduce_device, checkpoint, life)
     assert context.replica  # built before it joins: a slow model factory stalls nobody
     return context, comm

@@ -232,7 +232,7 @@ class _Simulation:
                 outlet,
                 self._device,
                 host,
-                going_on_from(self._job, address, life),
+                going_on_from(self._job, role.death, life),
                 life,
                 timed,
             )
