@@ -238,7 +238,7 @@ def test_they_are_listed_and_explained(package: Path, main_here: Any) -> None:  
     for name in ("mine", write(package)):
         shown = main_here("strategies", name).out
         assert shown.startswith("Sums as allreduce does.\n\nAnd looks at its period.\n")
-        own = shown.partition("Of Mine alone.\n")[2].partition("\n\n")[0]
+        own = shown.partition("Options of Mine itself.\n")[2].partition("\n\n")[0]
         assert own.splitlines()[:2] == ["  period=3", "      How many steps a period has."]
         assert "accumulate=1" in own and own.count("=") == 4 and "One worker with accumulate=k" in own
 

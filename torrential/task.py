@@ -161,6 +161,8 @@ def _default_optimizer() -> OptimizerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
+    """What to learn: model, loss, data and metric, in plain PyTorch."""
+
     model: Callable[[], nn.Module]
     """Builds the model, freshly initialised from torch's random state."""
     loss: Callable[[Tensor, Tensor], Tensor]

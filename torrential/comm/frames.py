@@ -44,6 +44,8 @@ def nowhere(message: Any) -> Sequence[Tensor] | None:
 
 
 class TensorHeader(wire.Shape, frozen=True, array_like=True):
+    """The shape of a tensor in a frame, and where its bytes are."""
+
     key: str = ""  # the key of the registered buffer that it lies in; "": its bytes follow
     offset: int = 0  # the place of its first byte there
 

@@ -25,11 +25,15 @@ DIAL_SECONDS = 10.0
 
 
 class PeerGreeting(msgspec.Struct, frozen=True, tag=True):
+    """The first message on a connection: which worker calls."""
+
     rank: int
     life: int  # which incarnation of that rank is calling
 
 
 class TensorMessage(msgspec.Struct, frozen=True, tag=True):
+    """The message that tensors of one worker for another travel with."""
+
     generation: int
     tag: str
 

@@ -18,6 +18,8 @@ from torrential.comm.protocol import ALIGNMENT, slices
 
 @dataclass(frozen=True)
 class ParameterEntry:
+    """One parameter of the model, and its place in the flat vector."""
+
     index: int
     name: str
     shape: torch.Size

@@ -35,6 +35,8 @@ class Ask(NamedTuple):
 
 
 class ChainLink:
+    """One range on one server, and its neighbours in the chain of servers that hold it."""
+
     def __init__(self, comm: Mail, start: int, stop: int, shard: Shard | None) -> None:
         self.start, self.stop = start, stop
         self.before: int | None = None  # addresses of its neighbours in the chain

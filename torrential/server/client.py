@@ -62,6 +62,8 @@ class Answer(NamedTuple):
 
 
 class Client:
+    """The client of the parameter servers that a worker has as `ctx.params`."""
+
     def __init__(
         self,
         comm: Mail,

@@ -70,6 +70,8 @@ class _Copy:
 
 
 class Copies:
+    """The copies of a head's range for checkpoints."""
+
     def __init__(
         self,
         comm: Mail,

@@ -41,6 +41,8 @@ from torrential.server.sums import Clock, operands
 
 
 class Head:
+    """The head of a range: it takes requests of workers, decides when they may be carried out, and answers."""
+
     def __init__(self, comm: Mail, link: ChainLink, consistency: Consistency) -> None:
         self._comm, self._link, self._consistency = comm, link, consistency
         self.shard = link.shard  # a link gets another one only from a head

@@ -37,6 +37,8 @@ class RequestInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ShardOperation(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An operation on a shard; applied in the same order on every replica."""
+
     kind: str  # the method of Shard, less its underscore
     asked: tuple[RequestInfo, ...] = ()
     spans: tuple[Span, ...] = ()
@@ -104,6 +106,8 @@ class Initial:
 
 
 class Shard:
+    """One range of the parameters on one server, with everything that is kept for it."""
+
     def __init__(
         self, store: Store, start: int, stop: int, handlers: Mapping[str, Handler], metadata: ShardMetadata
     ) -> None:

@@ -33,6 +33,8 @@ from torrential.strategies.context import Context, Decision, Vote
 
 
 class AllReduce(Strategy, frozen=True, kw_only=True):
+    """Synchronous data parallelism: gradients are summed over all workers at every step."""
+
     name: ClassVar[str] = "allreduce"
     summary: ClassVar[str] = "synchronous: gradients are summed over all workers at every step"
 

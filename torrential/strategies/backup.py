@@ -23,6 +23,8 @@ from torrential.strategies.roles import Role, Roles, Servers
 
 
 class Backup(Strategy, frozen=True, kw_only=True):
+    """Synchronous training with backup workers: the first N of N + b gradients make a step."""
+
     name: ClassVar[str] = "backup"
     summary: ClassVar[str] = "synchronous, without waiting for the slowest: the first N of N + b gradients make a step"
 

@@ -20,6 +20,8 @@ from torrential.strategies.roles import Role, Roles, Servers
 
 
 class Bsp(Strategy, frozen=True, kw_only=True):
+    """Bulk synchronous training through servers: push, aggregate, pull."""
+
     name: ClassVar[str] = "bsp"
     summary: ClassVar[str] = "synchronous, through servers: push, aggregate, pull"
 

@@ -25,6 +25,8 @@ VERDICT_SECONDS = 5.0  # from a library's error to the word on who has died
 
 
 class Ddp(Strategy, frozen=True, kw_only=True):
+    """PyTorch's DistributedDataParallel as it is, to compare with."""
+
     name: ClassVar[str] = "ddp"
     summary: ClassVar[str] = "PyTorch's DistributedDataParallel as it is, to compare with"
     worlds: ClassVar[tuple[str, ...]] = ("local",)

@@ -28,6 +28,8 @@ ADAGRAD_RATE = 0.01  # torch's default, too
 
 
 class Downpour(Strategy, frozen=True, kw_only=True):
+    """Downpour SGD: workers push gradients and fetch parameters, and never wait for each other."""
+
     name: ClassVar[str] = "downpour"
     summary: ClassVar[str] = "asynchronous: workers push gradients and fetch parameters, and never wait for each other"
 

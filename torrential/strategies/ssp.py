@@ -19,6 +19,8 @@ from torrential.strategies.roles import Role, Roles, Servers
 
 
 class Ssp(Strategy, frozen=True, kw_only=True):
+    """Stale synchronous parallel: no worker runs more than `staleness` clocks ahead of the slowest."""
+
     name: ClassVar[str] = "ssp"
     summary: ClassVar[str] = "bounded staleness: nobody runs more than s clocks ahead of the slowest"
 

@@ -74,8 +74,8 @@ class Run:
 
     @functools.cached_property
     def bytes_to_target(self) -> int | None:
-        """That workers sent until then; None: missed. Between two of its records a worker is taken to have sent evenly,
-        by samples: records are a few a second, and a short run has few. Counters start at zero in a worker that
+        """The bytes sent until the target; None: missed. Between two records a worker is taken to have sent evenly, by
+        samples: records are a few a second, and a short run has few. Counters start at zero in a worker that
         replaces another."""
         if (end := self._samples_to_target) is None:
             return None

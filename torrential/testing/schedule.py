@@ -15,6 +15,8 @@ ALGORITHMS = ("auto", "naive", "direct", "ring", "halving", "blocks", "tree")
 
 
 class FaultSchedule(msgspec.Struct, frozen=True, kw_only=True):
+    """A random run: a strategy, a cluster, and what goes wrong there; all drawn from a seed."""
+
     seed: int
     strategy: str
     options: dict[str, Any]

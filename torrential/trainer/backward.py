@@ -40,7 +40,7 @@ class Gradients:
 
     @property
     def samples(self) -> int:
-        """There are in the training set."""
+        """The number of samples in the training set."""
         return len(self._batches)
 
     def fetch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,6 +72,8 @@ class Gradients:
 
 @dataclass(frozen=True)
 class GradientWork:
+    """Forward and backward over some portions; calling it leaves the gradients in the parameters' `grad`."""
+
     gradients: Gradients
     portions: Sequence[Portion]
     watch: BackwardWatch | None = None

@@ -37,6 +37,8 @@ class Receive(NamedTuple):
 
 
 class Exchange(NamedTuple):
+    """The messages that a member sends and receives in one step of a schedule."""
+
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
 

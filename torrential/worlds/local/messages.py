@@ -61,6 +61,8 @@ class Granted(MemberMessage, frozen=True):
 
 
 class BufferRefused(MemberMessage, frozen=True):
+    """The buffer that was asked for cannot be had."""
+
     key: str
     reason: str
 

@@ -174,6 +174,8 @@ class Accidents(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cluster to simulate: its hosts, network and compute times, and what goes wrong there."""
+
     name: str = "cluster"
     hosts: Count | None = None
     """The number of hosts; by default as many as the workers need."""

@@ -48,6 +48,8 @@ class _Job:
 
 
 class _Helper:
+    """One helper process, its memory and its jobs."""
+
     def __init__(self, task: Task, config: RunConfig, model: nn.Module) -> None:
         welcome = Welcome(config, form_of(model), Flags.here())
         try:
@@ -85,6 +87,8 @@ class _Helper:
 
 
 class GradientPool:
+    """The helper processes of a simulation, and the jobs that they compute."""
+
     def __init__(self, count: int, task: Task, config: RunConfig) -> None:
         self._count, self._task, self._config = count, task, config
         self._waiting: deque[_Job] = deque()

@@ -40,6 +40,8 @@ class Stage(Protocol):
 
 
 class SimMembership:
+    """The membership machine of a simulated run: it hears members and carries out actions, with latency."""
+
     def __init__(self, hub: Hub, membership: Membership, stage: Stage) -> None:
         self._hub, self.membership, self._stage = hub, membership, stage
         self._wakes_at: float | None = None

@@ -89,6 +89,8 @@ class Kernel:
 
 
 class SimRole:
+    """A role on virtual time: its program is a greenlet that waits for events."""
+
     def __init__(self, kernel: Kernel, name: str, program: Callable[[], None], uses_torch: bool) -> None:
         self.kernel, self.name, self.over, self._uses_torch = kernel, name, False, uses_torch
         self.turn = 0  # which of its waits this is: whatever would end an earlier one comes too late

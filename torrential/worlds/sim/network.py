@@ -87,6 +87,8 @@ Sending = tuple[int, Callable[..., None], tuple[Any, ...]]  # bytes, and whom to
 
 
 class Network:
+    """The simulated network: NICs that queue, partitions, and slow links."""
+
     def __init__(self, kernel: Kernel, costs: NetworkCosts, trace: Trace | None = None) -> None:
         self._kernel, self._costs, self._trace = kernel, costs, trace
         self._out: dict[int, Line] = {}  # by host

@@ -63,6 +63,8 @@ def copied(into: list[Tensor], tensors: list[Tensor]) -> bool:
 
 # -- the form of a model: with it, the last bits are the same elsewhere -----------------------------------------------
 class TensorForm(msgspec.Struct):
+    """The form of a tensor in memory, down to its alignment."""
+
     shape: list[int]
     dtype: str
     strides: list[int]
