@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 import torrential as tt
-from tests import probes
+from tests import probes, test_faults
 from tests.test_equivalence import assert_equal_models, fresh, plain_loop
-from torrential.records import Event
+from tests.test_faults import Run
+from torrential.records import Event, Summary
 from torrential.tasks import load_task
 
 pytestmark = pytest.mark.timeout(120)
 
 WORLDS: dict[str, dict[str, Any]] = {"local": {}, "sim": {"cluster": {"compute": {"seconds_per_sample": 1e-3}}}}
+start = test_faults.start
 both_worlds = pytest.mark.parametrize("world", WORLDS)
 
 
@@ -137,3 +140,33 @@ def test_what_servers_keep_for_a_strategy_survives_a_server(tmp_path: Path) -> N
     result = train(tmp_path / "run", probes.Averaging(), "sim", cluster=crash, **options)
     assert [r.event for r in result.history if isinstance(r, Event)].count("server_lost") == 1
     assert newest(calm.out, "optimizer") == newest(result.out, "optimizer")
+
+
+# -- real processes, really killed ------------------------------------------------------------------------------------
+def killed(begin: Callable[..., Run], kind: str, role: str, *options: object) -> Run:
+    """A run of a probe of which one process is killed in the middle, and which uses every sample once all the same."""
+    run = begin("digits-mlp", "--strategy", f"{Path(probes.__file__)}:{kind}", "--epochs", 10, *options)
+    run.until_training(step=10)
+    run.kill(role)
+    assert run.wait(90) == 0, run.said()
+    summary = run.records()[-1]
+    assert isinstance(summary, Summary) and summary.samples == 10 * 1350
+    assert summary.value is not None and summary.value > 0.9
+    return run
+
+
+def test_a_coordinator_survives_a_killed_worker(start: Callable[..., Run]) -> None:
+    run = killed(start, "Coordinated", "tt-worker-1", "--workers", "3", "--set", "restart=true")
+    assert [event.worker for event in run.events("worker_lost")] == [1]
+
+
+def test_a_killed_coordinator_goes_on_from_its_state(start: Callable[..., Run]) -> None:
+    run = killed(start, "Coordinated", "tt-coordinator-", "--workers", "2")
+    assert len(run.events("coordinator_lost")) == 1
+
+
+def test_what_servers_keep_for_a_strategy_survives_a_killed_server(start: Callable[..., Run]) -> None:
+    run = killed(start, "Averaging", "tt-server-0", "--workers", "1", "--servers", "2")
+    assert len(run.events("server_lost")) == 1
+    states = load_file(path_of(run.out, "optimizer"))
+    assert all(tensor.abs().sum() > 0 for name, tensor in states.items() if name.endswith("/average"))

@@ -142,6 +142,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 # -- struct classes that go by value, such as a strategy of a user's own ----------------------------------------------
 # Cloudpickle makes a class without fields first and adds its members to it, but a struct's fields are fixed when it is
 # made. So its fields come first here; methods, which may name the class, follow when it is known.
+CONFIGURED = ("frozen", "eq", "order", "tag", "tag_field", "array_like", "omit_defaults", "forbid_unknown_fields", "gc")
+
+
 def _fields_of(kind: type[msgspec.Struct]) -> tuple[Any, ...]:
     own = set(kind.__struct_fields__).difference(*(getattr(base, "__struct_fields__", ()) for base in kind.__bases__))
     fields = [
@@ -150,7 +153,7 @@ def _fields_of(kind: type[msgspec.Struct]) -> tuple[Any, ...]:
         if f.name in own or f.name in inspect.get_annotations(kind)
     ]
     keywords = {p.name for p in inspect.signature(kind).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    config = {name: getattr(kind.__struct_config__, name) for name in ("frozen", "eq", "order")}
+    config = {name: getattr(kind.__struct_config__, name) for name in CONFIGURED}
     return kind.__name__, fields, kind.__bases__, kind.__module__, config | {"kw_only": not own.isdisjoint(keywords)}
 
 
