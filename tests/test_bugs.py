@@ -25,7 +25,7 @@ from torrential.errors import BadInput
 from torrential.records import Event, read_records
 from torrential.resolve import RunRequest
 from torrential.worlds.local import messages
-from torrential.worlds.local.link import ORPHANED, Link
+from torrential.worlds.local.link import ORPHANED
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """
@@ -161,7 +161,7 @@ def test_decoders_may_be_made_by_several_threads_at_once() -> None:
 
 def send_to_nobody(err: str) -> None:
     os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), 2)
-    link = object.__new__(Link)  # without the thread that reads, which would notice as well, sooner or later
+    link = object.__new__(SupervisorLink)  # without the thread that reads, which would notice as well, sooner or later
     ours, theirs = socket.socketpair()
     link._connection, link._sending = wire.Connection(ours, messages.Any), threading.Lock()
     link.send(messages.Alive())

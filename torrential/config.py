@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -154,11 +155,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_config(table: dict[str, Any]) -> RunConfig:
     """The configuration in a manifest; also of runs that were made before settings belonged to one world."""
-    settings, kind = table.get("settings"), WORLDS.get(table.get("world", ""))
-    if isinstance(settings, dict) and "world" not in settings and kind is not None:
-        known = {name: value for name, value in settings.items() if name in kind.__struct_fields__}
-        table = {"samples_per_step": table.get("workers", 1) * table.get("batch_size", 1)} | table
-        table["settings"] = {"world": table["world"], **known}
+    settings, world = table.get("settings"), table.get("world")
+    if isinstance(settings, dict) and "world" not in settings and isinstance(world, str) and world in WORLDS:
+        known = {name: value for name, value in settings.items() if name in WORLDS[world].__struct_fields__}
+        sizes = [size for name in ("workers", "batch_size") if isinstance(size := table.get(name), int)]
+        table = {"samples_per_step": math.prod(sizes)} | table | {"settings": {"world": world, **known}}
     return msgspec.convert(table, RunConfig)
 
 
