@@ -25,7 +25,7 @@ from torrential.errors import BadInput
 from torrential.records import Event, read_records
 from torrential.resolve import RunRequest
 from torrential.worlds.local import messages
-from torrential.worlds.local.link import ORPHANED
+from torrential.worlds.local.link import ORPHANED, SupervisorLink
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = """

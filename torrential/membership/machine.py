@@ -26,7 +26,7 @@ from torrential.membership.letter_hangs import LetterHangs
 from torrential.membership.liveness import Liveness
 from torrential.membership.observer import ObserverBacklog, Taken
 from torrential.membership.roles import Members, Who
-from torrential.membership.roll import Member, Roll, Rules
+from torrential.membership.roll import How, Member, Roll, Rules, in_words
 from torrential.membership.views import Views
 from torrential.server.messages import View
 
@@ -34,8 +34,6 @@ START_SECONDS = 600.0  # until all are built; a task's model may take its time
 ABSENT_SECONDS = 1.0  # without a tick: the process that drives this was itself stopped
 LIVES = 100
 FAILED_STARTS = 3
-
-How = str | Callable[[], str]  # how a member ended, in words; to be asked for only where that takes time
 
 
 class Membership:
@@ -160,7 +158,7 @@ class Membership:
             return
         if member.role == "observer":
             self._roll.remove(member)
-            self._observing.lost(_in_words(how))
+            self._observing.lost(how)
         elif self.dismissed:
             self._roll.remove(member)
         elif who.address in self._roll.starting:
@@ -285,7 +283,7 @@ class Membership:
             self._roll.show(member, "lost")
             self._roll.note("worker_lost", member.number, f"while starting {known}".rstrip())
             if not self._roll.workers and not self._roll.is_starting("worker"):
-                raise WorkerFailed(f"no worker came up; {member.name} ended while starting ({_in_words(how)})")
+                raise WorkerFailed(f"no worker came up; {member.name} ended while starting ({in_words(how)})")
             self._replace(member)
         else:
             if role == "server":
@@ -294,7 +292,7 @@ class Membership:
             if self._failed_starts[role] < FAILED_STARTS:
                 self._roll.start(role, member.number)
             elif self._views.view is None or role == "coordinator":
-                raise WorkerFailed(f"{member.name} ended while starting ({_in_words(how)})")
+                raise WorkerFailed(f"{member.name} ended while starting ({in_words(how)})")
         if self.began is None and not self.generation:
             self._begin_if_all_are_there()
 
@@ -303,7 +301,7 @@ class Membership:
         self._roll.remove(member)
         if self._roll.population[role].death == "fail":
             self._roll.note(f"{role}_lost", member.worker, "" if role == "worker" else member.name)
-            raise RunFailed(f"{member.name} {_in_words(how)}, and nobody can take its place; {self._rules.remedy}")
+            raise RunFailed(f"{member.name} {in_words(how)}, and nobody can take its place; {self._rules.remedy}")
         if role == "worker":
             self._worker_died(member, how)
         elif role == "server":
@@ -317,7 +315,7 @@ class Membership:
         roll.note("worker_lost", member.number)
         self._observing.gone(member)
         if not roll.workers and (begun or not roll.is_starting("worker")) and not self._comes_back(member):
-            said = f"all workers are gone ({member.name} {_in_words(how)})"
+            said = f"all workers are gone ({member.name} {in_words(how)})"
             raise RunFailed(f"{said}; {self._rules.saved()}; {self._rules.remedy}")
         self._replace(member)
         if not begun:
@@ -338,7 +336,7 @@ class Membership:
         self._roll.note("coordinator_lost", None, member.name)
         self._views.renew()
         if not self._replace(member) and self._roll.population["coordinator"].death == "restart":
-            raise RunFailed(f"{member.name} died {LIVES} times (the last one {_in_words(how)}); {self._rules.remedy}")
+            raise RunFailed(f"{member.name} died {LIVES} times (the last one {in_words(how)}); {self._rules.remedy}")
         if self.generation:
             self._leaving.dismiss_if_all_left()
 
@@ -387,7 +385,3 @@ class Membership:
             self.done = True
         else:
             self._leaving.left(member, message)
-
-
-def _in_words(how: How) -> str:
-    return how if isinstance(how, str) else how()

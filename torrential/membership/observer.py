@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torrential.errors import RunFailed
 from torrential.membership import messages as m
-from torrential.membership.roll import Member, Roll, Rules
+from torrential.membership.roll import How, Member, Roll, Rules, in_words
 
 LIVES = 3
 IDLE_SECONDS = 600.0  # without a batch evaluated or a snapshot saved, although there is work
@@ -58,11 +58,11 @@ class ObserverBacklog:
         if self.current is not None:
             self._roll.send(self.current, message, tensors)
 
-    def lost(self, how: str) -> None:
+    def lost(self, how: How) -> None:
         """The observer is dead."""
         assert self.current is not None
         if self.current.life + 1 >= LIVES:
-            raise RunFailed(f"the observer died {LIVES} times (the last one {how}); {self._rules.remedy}")
+            raise RunFailed(f"the observer died {LIVES} times (the last one {in_words(how)}); {self._rules.remedy}")
         self._roll.note("observer_lost")
         self.start()
 

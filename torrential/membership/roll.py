@@ -11,6 +11,14 @@ from torrential.comm.protocol import address_of, role_name, role_of
 from torrential.membership.actions import Action, Kill, Note, Show, Start, Tell
 from torrential.membership.roles import ROLES, Members, Who
 
+How = str | Callable[[], str]
+"""How a member ended, in words; a function where it takes time to find out, to be called only if it is to be said."""
+
+
+def in_words(how: How) -> str:
+    """How a member ended, found out if need be."""
+    return how if isinstance(how, str) else how()
+
 
 @dataclass(frozen=True)
 class Rules:

@@ -13,6 +13,7 @@ import os
 import queue
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,8 @@ import msgspec
 from torrential import shipping
 from torrential.errors import RunFailed
 from torrential.membership.actions import Action, Kill, Note, Show, Start, Tell
-from torrential.membership.machine import How, Membership
-from torrential.membership.roll import Rules
+from torrential.membership.machine import Membership
+from torrential.membership.roll import How, Rules
 from torrential.records import Evaluation, Event, Record, Step
 from torrential.worlds.base import Job, Listener
 from torrential.worlds.failure import failed, last_good, resuming
@@ -87,7 +88,8 @@ class _Supervision:
         self._step = job.checkpoint.step if job.checkpoint else 0
         self._membership.stepped(self._step)
         self._evaluated = dict(job.evaluated)
-        self._statuses: dict[int, int] = {}  # of processes that have ended, by pid
+        self._statuses: dict[int, int] = {}  # exit statuses of processes that have ended, by pid
+        self._unheard: deque[ProcessMessage | Born | Ended | None] = deque()  # reports that came while one was awaited
         self._handlers: dict[type, Callable[[Process, Any], None]] = {
             m.BufferWanted: self._buffer,
             m.Recorded: self._recorded,
@@ -100,7 +102,9 @@ class _Supervision:
         self._tell(membership.start)
         while not membership.done:
             with contextlib.suppress(queue.Empty):
-                self._deal_with(self._crew.reports.get(timeout=self._patience()))
+                unheard = self._unheard
+                report = unheard.popleft() if unheard else self._crew.reports.get(timeout=self._patience())
+                self._deal_with(report)
             self._tell(membership.tick)
             self._listener.tick()
 
@@ -197,6 +201,7 @@ class _Supervision:
         with contextlib.suppress(queue.Empty):
             while process.pid not in self._statuses:
                 report = self._crew.reports.get(timeout=1.0)
+                self._unheard.append(report)  # whatever else is said meanwhile has its turn afterwards
                 if isinstance(report, Ended):
                     self._statuses[report.pid] = report.status
         return _ending(self._statuses[process.pid]) if process.pid in self._statuses else "ended"
