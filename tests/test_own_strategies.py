@@ -504,3 +504,49 @@ def test_a_program_with_its_own_strategy(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, file], capture_output=True, text=True, cwd=tmp_path, timeout=50)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["Mine", 2]
+
+
+# -- mistakes of somebody's first strategy ----------------------------------------------------------------------------
+class Nothing(tt.Strategy, frozen=True, kw_only=True):
+    """A program that ends at once."""
+
+    def worker(self, ctx: tt.Context) -> None:
+        pass
+
+
+class NoVote(tt.Strategy, frozen=True, kw_only=True):
+    """Rounds without a vote."""
+
+    def worker(self, ctx: tt.Context) -> None:
+        ctx.replica.synchronized()
+        ctx.rounds(lambda: None, lambda decision: None)  # type: ignore[arg-type, return-value]
+
+
+class Astray(tt.Strategy, frozen=True, kw_only=True):
+    """A tensor for a member that is not there."""
+
+    def worker(self, ctx: tt.Context) -> None:
+        ctx.replica.synchronized()
+        ctx.rounds(lambda: ctx.comm.send(ctx.replica.vector(), 7).wait(), lambda decision: None)
+
+
+class Tiny(tt.Strategy, frozen=True, kw_only=True):
+    """An update of no samples."""
+
+    def samples_per_update(self, workers: int, batch_size: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("world", ["local", "sim"])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Nothing, r"the program of worker \d returned before the run was finished; .* ctx.leave\(\)"),
+        (NoVote, "propose returned None; it must return a tt.Vote"),
+        (Astray, r"worker \d exchanges a tensor with 7, which is no other member \(\d\)"),
+        (Tiny, "samples_per_update of Tiny gives 0"),
+    ],
+)
+def test_a_mistake_is_said_in_a_line(kind: type[tt.Strategy], said: str, world: str, tmp_path: Path) -> None:
+    with pytest.raises(tt.TorrentialError, match=said):
+        train(kind(), tmp_path / "run", world, workers=2)

@@ -88,6 +88,10 @@ def resolve(asked: RunRequest) -> ResolvedRun:
     Slow.parse(settings.slow, asked.workers)
     with calling("samples of a step", whose=found.kind.name):
         joined = strategy.samples_per_update(asked.workers, task.batch_size)
+    if not isinstance(joined, int) or joined < 1:
+        options = ", ".join(f"{name}={value}" for name, value in plain_options(strategy).items())
+        fact = f"samples_per_update of {type(strategy).name} gives {joined!r} ({options})"
+        raise BadInput(f"{fact}; an update takes at least one sample")
     config = RunConfig(
         task=task.name,
         source=None if asked.source is None else absolute_spec(asked.source),

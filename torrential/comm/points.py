@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torrential.comm.outbox import Outgoing
 from torrential.comm.protocol import Meter
-from torrential.errors import WaitedTooLong
+from torrential.errors import RunFailed, WaitedTooLong
 
 REST_SECONDS = 2e-3
 
@@ -50,21 +50,30 @@ class PointToPoint:
         has lasted, again and again; `relieved`, that it is over."""
         self.channel, self.meter, self.check, self.timeout = channel, meter, check, timeout
         self.overdue, self.relieved = overdue, relieved
+        self.rank, self.members = -1, tuple[int, ...]()
         self._sent: Counter[tuple[int, str]] = Counter()
         self._received: Counter[tuple[int, str]] = Counter()
 
-    def regroup(self) -> None:
+    def regroup(self, rank: int, members: tuple[int, ...]) -> None:
         """A new generation begins: transfers are counted anew."""
+        self.rank, self.members = rank, members
         self._sent.clear()
         self._received.clear()
 
+    def _check_member(self, other: int) -> None:
+        if other == self.rank or other not in self.members:
+            others = ", ".join(str(rank) for rank in self.members if rank != self.rank) or "none"
+            raise RunFailed(f"worker {self.rank} exchanges a tensor with {other}, which is no other member ({others})")
+
     def send(self, tensor: Tensor, to: int, tag: str) -> Transfer:
+        self._check_member(to)
         number = self._sent[to, tag]
         self._sent[to, tag] += 1
         self.meter.bytes_sent += tensor.nbytes
         return Transfer(self, to, self.channel.send(to, f"to/{tag}/{number}", [tensor.detach().contiguous()]))
 
     def recv(self, into: Tensor, source: int, tag: str) -> Arrival:
+        self._check_member(source)
         number = self._received[source, tag]
         self._received[source, tag] += 1
         return Arrival(self, source, f"to/{tag}/{number}", into)

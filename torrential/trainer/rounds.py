@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import Agreement, Comm, Handle
-from torrential.errors import Regrouped
+from torrential.errors import Regrouped, RunFailed
 from torrential.params.base import Finished, Parameters
 from torrential.strategies.context import Decision, Vote
 from torrential.trainer.data import TrainingData
@@ -86,6 +86,8 @@ class Rounds:
 
     # -- a step -------------------------------------------------------------------------------------------------
     def _vote(self, vote: Vote) -> None:
+        if not isinstance(vote, Vote):
+            raise RunFailed(f"propose returned {vote!r}; it must return a tt.Vote")
         head = [vote.loss * vote.samples if vote.samples else 0.0, vote.samples, self._comm.stop_requested()]
         mine = torch.tensor([*head, *vote.numbers], dtype=torch.float64)
         self.ballot = Finished(mine[None]) if len(self._comm.members) == 1 else self._comm.all_gather(mine)

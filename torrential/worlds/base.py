@@ -31,6 +31,13 @@ class Job:
     evaluated: Mapping[tuple[str, int], float] = field(default_factory=dict)  # (split, step) on record: their times
 
 
+RETURNED = (
+    "the program of {name} returned before the run was finished; let it take its steps with ctx.rounds(...), or end "
+    "with ctx.leave()"
+)
+"""What is wrong with a strategy's program that ends too early."""
+
+
 def going_on_from(job: Job, death: Death, life: int) -> Checkpoint | None:
     """The checkpoint that a program goes on from. One that takes another's place has the newest, unless it gets all
     that it needs from the members that it regroups with: servers keep parameters, but no statistics of batch norm."""

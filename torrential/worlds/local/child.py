@@ -14,10 +14,11 @@ from torrential.comm.letterbox import TensorLetter
 from torrential.comm.messenger import Messenger
 from torrential.comm.post import Post
 from torrential.comm.protocol import address_of
+from torrential.errors import RunFailed
 from torrential.server.messages import Message
 from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
-from torrential.worlds.base import Job, going_on_from
+from torrential.worlds.base import RETURNED, Job, going_on_from
 from torrential.worlds.failure import describe
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.comm import LocalComm
@@ -68,6 +69,8 @@ def main(spawn: Spawn) -> int:
                 elif role.death == "view":
                     comm.begin()
                 role.program(worker)
+                if not link.dismissed:
+                    raise RunFailed(RETURNED.format(name=f"{role.name} {spawn.rank}"))
         return 0
     except BaseException as error:  # user code may raise anything, SystemExit included
         link.send(m.Failed(describe(error, None if worker is None else worker.step + 1)))

@@ -203,7 +203,7 @@ class LocalComm(LocalMail):
                 self.check()
         self._small.regroup(generation, self.members)
         self._groups.clear()
-        self._points.regroup()
+        self._points.regroup(self.rank, self.members)
         if isinstance(self._points.channel, LetterBox):
             self._points.channel.regroup(generation)
         if self._native is not None:

@@ -240,7 +240,7 @@ class SimComm(SimMail):
         self.together = self.hub.shared and self._alone
         self.messenger.regroup(self.generation)
         self.carrier.regroup(self.generation, self.members)
-        self._points.regroup()
+        self._points.regroup(self.rank, self.members)
         self._groups.clear()
         return Agreement(self.generation, self.members, go.source, go.applied, tuple(go.behind))
 

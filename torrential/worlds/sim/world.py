@@ -25,7 +25,7 @@ from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
 from torrential.trainer.observer import Observer
 from torrential.trainer.server_plan import ServerPlan
-from torrential.worlds.base import Job, Listener, going_on_from
+from torrential.worlds.base import RETURNED, Job, Listener, going_on_from
 from torrential.worlds.failure import attributed, describe, failed, last_good, resuming
 from torrential.worlds.population import population
 from torrential.worlds.sim.cluster import Cluster, Fault
@@ -240,6 +240,8 @@ class _Simulation:
             if role.death == "view" or role.name != "worker":
                 comm.begin()
             role.program(ctx)
+            if not self._membership.dismissed:
+                raise RunFailed(RETURNED.format(name=role_name(address)))
             self._finished()
 
         computes = self._device.type != "meta"
