@@ -153,7 +153,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[[str], Begun]]:
 def test_nothing_of_a_run_listens_beyond_this_machine(
     begin: Callable[[str], Begun], options: str, listeners: int
 ) -> None:
-    run = begin(f"train digits-mlp --workers 2 --epochs 2 {options}")
+    run = begin(f"train digits-mlp --workers 2 --epochs 12 {options}")
     seen = {one for sockets in run.until_it_ends() for one in sockets}
     assert len(seen) == listeners
     assert [one for one in seen if not one.address.is_loopback] == []
