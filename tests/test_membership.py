@@ -338,7 +338,7 @@ def test_a_new_observer_is_told_what_the_last_one_had_not_finished() -> None:
     scene = Scene(2, slots=2).begin().agree(-1)
     assert scene.heard(0, m.SnapshotDone) == [m.SnapshotDone(0, 0), m.SnapshotDone(0, 1)]
     first, second = Taken(0, 0, 5), Taken(0, 1, 9)
-    parts = [m.OwnBuffers(1, 5, ["mean"]), m.OwnBuffers(1, 9, ["mean"])]
+    parts = [m.OwnStates(1, 5, ["mean"]), m.OwnStates(1, 9, ["mean"])]
     for part, taken in zip(parts, (first, second), strict=True):
         scene.say(part, 1)
         scene.machine.snapshot_taken(Who(0, 0), taken, scene.now)

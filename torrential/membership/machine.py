@@ -62,7 +62,7 @@ class Membership:
             m.Pong: lambda member, message, _: self._pong(member, message),
             m.Delayed: lambda member, message, _: setattr(member, "delayed", message.waiting),
             m.Left: lambda member, message, _: self._left(member, message),
-            m.OwnBuffers: lambda member, message, tensors: self._observing.own_buffers(message, tensors),
+            m.OwnStates: lambda member, message, tensors: self._observing.own_states(message, tensors),
             m.SnapshotDone: lambda member, message, _: self._observing.snapshot_done(message),
             m.Stop: lambda member, message, _: self._stop(),
         }

@@ -69,7 +69,7 @@ class Left(MemberMessage, frozen=True):
     last: bool = False  # whether it can give the last snapshot
 
 
-class OwnBuffers(MemberMessage, frozen=True):
+class OwnStates(MemberMessage, frozen=True):
     """A worker's part of the snapshot of a step; its tensors travel beside it."""
 
     rank: int

@@ -33,7 +33,7 @@ class ObserverBacklog:
         self._roll, self._rules = roll, rules
         self._limit = max(IDLE_SECONDS, rules.timeout)
         self._snapshots: dict[tuple[int, int], tuple[Taken, Sequence[Any]]] = {}
-        self._parts: list[tuple[m.OwnBuffers, Sequence[Any]]] = []
+        self._parts: list[tuple[m.OwnStates, Sequence[Any]]] = []
         self._dismissed = False
         self.reached = False  # validation has come to the target: one that takes over need not look for it
         self.current: Member | None = None
@@ -103,7 +103,7 @@ class ObserverBacklog:
         self._snapshots[(message.rank, message.slot)] = (message, tensors)
         self.tell(message, tensors)
 
-    def own_buffers(self, message: m.OwnBuffers, tensors: Sequence[Any]) -> None:
+    def own_states(self, message: m.OwnStates, tensors: Sequence[Any]) -> None:
         self._parts.append((message, tensors))
         self.tell(message, tensors)
 

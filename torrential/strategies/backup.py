@@ -17,7 +17,7 @@ import msgspec
 
 from torrential.errors import BadInput
 from torrential.server.consistency import Consistency
-from torrential.strategies.base import Strategy
+from torrential.strategies.base import Strategy, exchange
 from torrential.strategies.context import Context
 from torrential.strategies.roles import Role, Roles, Servers
 
@@ -56,14 +56,7 @@ class Backup(Strategy, frozen=True, kw_only=True):
         clock = ctx.params.begin(vector)
         while (batch := ctx.data.take(clock)) is not None:
             loss = ctx.replica.backward([batch.weighted(1 / needed)])
-            answer = ctx.params.push_pull(
-                gradient if len(batch) else None,
-                vector,
-                clock=clock,
-                lr=ctx.progress.rate(joined, batch),
-                used=ctx.replica.reached(),
-                lease=batch.lease,
-            ).wait()
+            answer = exchange(ctx, batch, clock, ctx.progress.rate(joined, batch), gradient, vector)
             ctx.progress.advance(batch, loss, answer)
             clock = max(clock + 1, answer.clock)
         ctx.leave()

@@ -14,7 +14,9 @@ import msgspec
 from torch import Tensor, nn
 
 from torrential.config import owner_of
+from torrential.data.deal import Batch
 from torrential.errors import BadInput
+from torrential.server.client import Answer
 from torrential.strategies.context import Context
 from torrential.strategies.roles import Role, Roles, Servers
 from torrential.task import OptimizerSpec
@@ -75,6 +77,19 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
         """What the workers' own states, by rank, give to the model that is evaluated and saved, by the names of its
         parameters and buffers. By default nothing: the model is that of the first member, or the servers'."""
         return {}
+
+
+def exchange(ctx: Context, batch: Batch, clock: int, rate: float, gradient: Tensor, vector: Tensor) -> Answer:
+    """Push the gradient of a batch, if that had samples, to end a clock, and pull the parameters that the next one
+    begins with, in one round trip."""
+    return ctx.params.push_pull(
+        gradient if len(batch) else None,
+        vector,
+        clock=clock,
+        lr=rate,
+        used=ctx.replica.reached(),
+        lease=batch.lease,
+    ).wait()
 
 
 def servers_of(strategy: Strategy, workers: int, servers: int = 1) -> Servers | None:

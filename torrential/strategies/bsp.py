@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torrential.server.consistency import Consistency
-from torrential.strategies.base import Strategy
+from torrential.strategies.base import Strategy, exchange
 from torrential.strategies.context import Context
 from torrential.strategies.roles import Role, Roles, Servers
 
@@ -37,14 +37,7 @@ class Bsp(Strategy, frozen=True, kw_only=True):
         clock = ctx.params.begin(vector)
         while (batch := ctx.data.take(clock)) is not None:
             loss = ctx.replica.backward([batch.weighted(len(batch) / batch.total)])
-            answer = ctx.params.push_pull(
-                gradient if len(batch) else None,
-                vector,
-                clock=clock,
-                lr=ctx.progress.rate(joined, batch),
-                used=ctx.replica.reached(),
-                lease=batch.lease,
-            ).wait()
+            answer = exchange(ctx, batch, clock, ctx.progress.rate(joined, batch), gradient, vector)
             ctx.progress.advance(batch, loss, answer)
             clock += 1
         ctx.leave()

@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from torrential.membership.roles import Death
 from torrential.server.consistency import Consistency
 from torrential.server.shard import Handler
 
 if TYPE_CHECKING:
     from torrential.strategies.context import Context
-
-Death = Literal["regroup", "view", "restart", "fail"]
 
 
 @dataclass(frozen=True)

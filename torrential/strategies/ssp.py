@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from torrential.server.consistency import Consistency
-from torrential.strategies.base import Strategy
+from torrential.strategies.base import Strategy, exchange
 from torrential.strategies.context import Context
 from torrential.strategies.roles import Role, Roles, Servers
 
@@ -44,14 +44,7 @@ class Ssp(Strategy, frozen=True, kw_only=True):
         while (batch := ctx.data.take(clock)) is not None:
             weight = 1 / workers if self.staleness else len(batch) / batch.total
             loss = ctx.replica.backward([batch.weighted(weight)])
-            answer = ctx.params.push_pull(
-                gradient if len(batch) else None,
-                vector,
-                clock=clock,
-                lr=ctx.progress.rate(joined, batch),
-                used=ctx.replica.reached(),
-                lease=batch.lease,
-            ).wait()
+            answer = exchange(ctx, batch, clock, ctx.progress.rate(joined, batch), gradient, vector)
             ctx.progress.advance(batch, loss, answer)
             clock += 1
         ctx.leave()

@@ -25,6 +25,8 @@ from torrential.trainer.snapshot import buffers_of
 from torrential.trainer.watch import BackwardWatch
 from torrential.usercode import calling
 
+FORWARD = 1 / 3  # the share of forward in the time of a batch: no gradient is there before
+
 
 class Portion(NamedTuple):
     position: tuple[int, int]  # the epoch, and the place of its first sample in the epoch's order; it seeds all draws

@@ -51,7 +51,7 @@ class RoleContext:
         self.task, self.config, self.strategy, self.comm, self.outlet = task, config, strategy, comm, outlet
         self._device, self._dry = device, device.type == "meta"
         self._reduce_device = torch.device("cpu") if reduce_device is None else reduce_device
-        self._checkpoint, self._life, self._timed = checkpoint, life, timed
+        self._timed = timed
         alone = comm.address >= COORDINATORS
         schedule = schedule_of(config, strategy.samples_per_update(config.workers, config.batch_size))
         self.servers = servers_of(strategy, config.workers, max(1, config.servers))

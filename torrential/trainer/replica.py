@@ -23,15 +23,13 @@ from torrential.params.shared import SharedParameters
 from torrential.params.synchronized import Synchronized
 from torrential.strategies.base import Strategy
 from torrential.task import OptimizerSpec, Task, build_model
-from torrential.trainer.backward import Gradients, GradientWork, Portion
+from torrential.trainer.backward import FORWARD, Gradients, GradientWork, Portion
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.randomness import seed_all
 from torrential.trainer.slow import Brake
 from torrential.trainer.snapshot import buffers_of, from_checkpoint
 from torrential.trainer.state import NamedStates
 from torrential.trainer.watch import BackwardWatch
-
-FORWARD = 1 / 3  # the share of forward in the time of a batch
 
 
 class ModelReplica:
@@ -74,9 +72,9 @@ class ModelReplica:
         self.parameters: Parameters | None = None  # where they live, once the program has said
         if checkpoint is not None:
             self._load_untrained(checkpoint.model)
-        self._own_buffers()
+        self._register_buffers()
 
-    def _own_buffers(self) -> None:
+    def _register_buffers(self) -> None:
         """Module buffers (statistics of batch norm, say) are each worker's own."""
         if self.buffers():
             self._state.own("buffers", self.buffers, self._load_buffers)

@@ -83,7 +83,7 @@ class Saving:
         snapshot = self._snapshot(whole, final)
         own = {f"buffers/{name}": self._untrained[name] for name in self._replica.buffers()}
         if own:
-            self._outlet.own_buffers(snapshot.step, own)
+            self._outlet.own_states(snapshot.step, own)
         rest = {f"rest/{name}": tensor for name, tensor in self._untrained.items()}
         self._outlet.snapshot(snapshot, flat, self._numbers(whole) | rest)
         self._vectors, self._untrained = [], {}

@@ -37,8 +37,8 @@ class Outlet(Protocol):
     def snapshot(self, snapshot: Snapshot, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
         """Copy a snapshot out, to be evaluated and saved beside training."""
 
-    def own_buffers(self, step: int, buffers: Mapping[str, Tensor]) -> None:
-        """Give this worker's part of a snapshot: its own module buffers."""
+    def own_states(self, step: int, states: Mapping[str, Tensor]) -> None:
+        """Give this worker's part of a snapshot: the states that are its own."""
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ class Snapshots:
             return
         self._given = progress.step
         if self._state.some_are_own:
-            self._outlet.own_buffers(progress.step, self._state.tensors("own"))
+            self._outlet.own_states(progress.step, self._state.tensors("own"))
         if alone or self._comm.rank == self._comm.members[0]:
             self._give([self._comm.rank] if alone else list(self._comm.members))
 

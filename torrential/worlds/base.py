@@ -10,9 +10,9 @@ from typing import Protocol
 from torrential import checkpoint as checkpoints
 from torrential.checkpoint import Checkpoint
 from torrential.config import RunConfig
+from torrential.membership.roles import Death
 from torrential.records import Record
 from torrential.strategies.base import Strategy
-from torrential.strategies.roles import Death
 from torrential.task import Task
 
 

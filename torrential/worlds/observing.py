@@ -60,7 +60,7 @@ class Observing(ABC):
         match message:
             case SnapshotTaken(snapshot=snapshot):
                 self._pending.add(snapshot, (message, tensors))
-            case m.OwnBuffers(rank, step, names):
+            case m.OwnStates(rank, step, names):
                 self._pending.part(rank, step, dict(zip(names, tensors, strict=True)))
             case m.Back(rank):
                 self._pending.back(rank)

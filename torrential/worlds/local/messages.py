@@ -13,7 +13,7 @@ from torrential.membership.messages import Go as Go
 from torrential.membership.messages import Gone as Gone
 from torrential.membership.messages import Left as Left
 from torrential.membership.messages import MemberMessage
-from torrential.membership.messages import OwnBuffers as OwnBuffers
+from torrential.membership.messages import OwnStates as OwnStates
 from torrential.membership.messages import Ping as Ping
 from torrential.membership.messages import Pong as Pong
 from torrential.membership.messages import Probe as Probe
@@ -72,11 +72,11 @@ class Noted(MemberMessage, frozen=True):
 
 
 FromChild = (
-    Hello | BufferWanted | Stopped | Standing | Recorded | SnapshotTaken | OwnBuffers | SnapshotDone | Suspect | Ready
+    Hello | BufferWanted | Stopped | Standing | Recorded | SnapshotTaken | OwnStates | SnapshotDone | Suspect | Ready
     | Filled | Pong | Alive | Left | Delayed | Failed | Stop
 )  # fmt: skip
 ToChild = (
     Granted | BufferRefused | Regroup | AllStopped | Go | Roster | Stop | Gone | Back | Noted | Ping | Probe | Finish
-    | Dismissed | SnapshotTaken | OwnBuffers | SnapshotDone
+    | Dismissed | SnapshotTaken | OwnStates | SnapshotDone
 )  # fmt: skip
 Any = FromChild | ToChild

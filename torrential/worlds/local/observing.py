@@ -37,7 +37,7 @@ class LocalObserving(Observing):
         observer = Observer(job.task, job.config, job.strategy, torch.device(job.config.device), job.directory)
         super().__init__(observer)
         self._link = link
-        self._inbox = link.box(SnapshotTaken, m.OwnBuffers, m.Gone, m.Back, m.Noted, m.Stop, m.Dismissed)
+        self._inbox = link.box(SnapshotTaken, m.OwnStates, m.Gone, m.Back, m.Noted, m.Stop, m.Dismissed)
         self._buffers = Buffers(link, -1)
         observer.gets_on = self._get_on
         self._told = time.monotonic()

@@ -33,8 +33,8 @@ class LocalOutlet:
     def record(self, record: Record) -> None:
         self._link.send(m.Recorded(record))  # type: ignore[arg-type]
 
-    def own_buffers(self, step: int, buffers: Mapping[str, Tensor]) -> None:
-        self._link.send(m.OwnBuffers(self._rank, step, list(buffers)), [_host(t) for t in buffers.values()])
+    def own_states(self, step: int, states: Mapping[str, Tensor]) -> None:
+        self._link.send(m.OwnStates(self._rank, step, list(states)), [_host(t) for t in states.values()])
 
     def snapshot(self, snapshot: Snapshot, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
         slot = self._slot()

@@ -19,12 +19,11 @@ from torrential.config import RunConfig
 from torrential.errors import Regrouped, RunFailed, WaitedTooLong
 from torrential.membership import messages as m
 from torrential.membership.regrouping import leave, meet
-from torrential.trainer.backward import GradientWork
+from torrential.trainer.backward import FORWARD, GradientWork
 from torrential.worlds.sim.group import SimMembership
 from torrential.worlds.sim.mail import ADD, COPY, HEADER, Hub, SimMail, as_now
 
 PAUSE_SECONDS = 1.0  # of virtual time, between looks at the clock
-FORWARD = 1 / 3  # of the time of a batch: no gradient is there before
 MEMORY = 1e-10  # seconds per byte added up, where nothing else is known
 
 SENT = Outgoing()  # the handle of every message: it is on its way at once

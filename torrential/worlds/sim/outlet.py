@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torrential.comm.protocol import OBSERVER
 from torrential.errors import INTERRUPTS
-from torrential.membership.messages import OwnBuffers
+from torrential.membership.messages import OwnStates
 from torrential.membership.roles import Who
 from torrential.records import Evaluation, Record
 from torrential.trainer.observer import Observer
@@ -75,9 +75,9 @@ class SimOutlet:
         taken = SnapshotTaken(self._who.address, self._group.slot(), snapshot, vectors, list(rest))
         self._group.snapshot_taken(self._who, taken, [_copy(t) for t in (*flat.values(), *rest.values())])
 
-    def own_buffers(self, step: int, buffers: Mapping[str, Tensor]) -> None:
-        copies = [_copy(t) for t in buffers.values()]
-        self._group.hear(self._who, OwnBuffers(self._who.address, step, list(buffers)), copies)
+    def own_states(self, step: int, states: Mapping[str, Tensor]) -> None:
+        copies = [_copy(t) for t in states.values()]
+        self._group.hear(self._who, OwnStates(self._who.address, step, list(states)), copies)
 
 
 def _copy(tensor: Tensor) -> Tensor:
