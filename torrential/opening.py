@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from torrential import checkpoint as checkpoints
-from torrential import records
+from torrential import processes, records
 from torrential.config import RunConfig, read_config
 from torrential.errors import BadInput
 from torrential.locks import lock_directory
@@ -55,6 +55,7 @@ def _begin(directory: Path, manifest: records.Manifest) -> None:
     try:
         records.check_new_directory(directory)
         records.write_manifest(directory, manifest)
+        processes.mark_begun()
     except BaseException:
         unlock(directory)
         raise
