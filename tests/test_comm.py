@@ -25,7 +25,7 @@ from torch import Tensor
 from torrential.comm import messenger as messaging
 from torrential.comm import wire
 from torrential.comm.admission import MOST_STRANGERS
-from torrential.comm.carrier import Carrier, Operation
+from torrential.comm.carrier import Carrier
 from torrential.comm.messenger import Messenger, PeerGreeting, TensorMessage, exchange_markers
 from torrential.comm.protocol import ALIGNMENT, Meter, Part, slices
 from torrential.comm.scheduled import ScheduledCarrier
@@ -398,17 +398,23 @@ def test_a_wait_that_takes_too_long_names_the_worker(kind: str, operation: str) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_somebody_is_told_again_and_again_instead_of_giving_up(kind: str) -> None:
     with group(kind, RANKS[:2], timeout=0.05) as g:
-        told: list[int] = []
+        told: list[Any] = []
 
-        def overdue(operation: Operation, waited: float) -> None:
-            told.append(operation.lagging())
-            if len(told) == 3:
-                raise Regrouped(9)
+        class Listening:
+            def overdue(self, rank: int, what: str, seconds: float) -> None:
+                told.append((rank, what))
+                if len(told) == 3:
+                    raise Regrouped(9)
 
-        g.carriers[0].overdue = overdue
+            def relieved(self) -> None:
+                told.append(None)
+
+        g.carriers[0].complaints = Listening()
         with pytest.raises(Regrouped):
             g.carriers[0].barrier().wait()
-        assert told == [2, 2, 2]
+        assert told == [(2, "in a barrier")] * 3 + [None]
+        with pytest.raises(WaitedTooLong, match="for worker 2"):
+            g.carriers[0].barrier().wait(0.01)  # as the caller wishes
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -20,7 +20,7 @@ import torrential as tt
 from torrential import config, records
 from torrential.comm.schedules import ALGORITHMS
 from torrential.config import RUN, WORLDS, LocalSettings, SimSettings, label_of, owner_of
-from torrential.errors import BadInput, UnknownName
+from torrential.errors import BadInput, RunFailed, UnknownName
 from torrential.options import explain
 from torrential.records import MANIFEST, RECORDS, read_manifest
 from torrential.strategies import STRATEGIES
@@ -550,3 +550,32 @@ class Tiny(tt.Strategy, frozen=True, kw_only=True):
 def test_a_mistake_is_said_in_a_line(kind: type[tt.Strategy], said: str, world: str, tmp_path: Path) -> None:
     with pytest.raises(tt.TorrentialError, match=said):
         train(kind(), tmp_path / "run", world, workers=2)
+
+
+class OneSided(tt.Strategy, frozen=True, kw_only=True):
+    """The first worker receives what nobody sends; the second has voted."""
+
+    def worker(self, ctx: tt.Context) -> None:
+        ctx.replica.local()
+
+        def propose() -> tt.Vote:
+            if ctx.comm.rank == 0:
+                ctx.comm.recv(torch.empty(1), source=1, tag="gossip").wait()
+            return tt.Vote(1.0, ctx.data.share(1).samples)
+
+        ctx.rounds(propose, lambda decision: None)
+
+
+@pytest.mark.parametrize(("world", "transport"), [("local", "shared"), ("local", "unix"), ("sim", None)])
+def test_a_tensor_that_nobody_sends_is_named_and_ends_nobody(world: str, transport: Any, tmp_path: Path) -> None:
+    options = {} if transport is None else {"transport": transport}
+    with pytest.raises(RunFailed) as failure:
+        train(OneSided(), tmp_path / "run", world, timeout=2, **options)
+    assert str(failure.value) == (
+        "all workers have waited for one another for 2 s: worker 0 for worker 1 to send a tensor (tag 'gossip'), "
+        "worker 1 for worker 0 in an all-gather (a vote is one); check that every recv has its send, and that all "
+        "members start the same collectives in the same order, then "
+        f"go on with: torrential train --resume {tmp_path / 'run'}"
+    )
+    events = [r.event for r in records.read_records(tmp_path / "run" / RECORDS) if isinstance(r, records.Event)]
+    assert not {"worker_hung", "worker_lost"} & set(events)

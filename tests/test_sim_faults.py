@@ -238,7 +238,7 @@ def test_a_planted_bug_is_found(
 
 
 def test_a_failure_says_what_happened_and_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimComm, "check", stay)
+    monkeypatch.setattr(outlet, "_copy", save_nothing)
     runner = CliRunner()
     swept = runner.invoke(app, ["--schedules", "40"])
     assert swept.exit_code == 1

@@ -78,7 +78,6 @@ class HierarchicalCarrier(ScheduledCarrier):
 
 class _Levels(Operation):
     what = "hierarchical all-reduce"
-    indirect = True
     carrier: HierarchicalCarrier
 
     def __init__(self, carrier: HierarchicalCarrier, tensor: Tensor, algorithm: str, place: int) -> None:

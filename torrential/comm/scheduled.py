@@ -112,7 +112,9 @@ class ScheduledCarrier(Carrier):
         return self.launch(operation)
 
     def barrier(self) -> Operation:
-        return self.all_gather(torch.empty(0))
+        operation = self.all_gather(torch.empty(0))
+        operation.what = "barrier"
+        return operation
 
     def _rows(self, vector: Tensor) -> Tensor:
         """Room for a vector of each member, ours filled in; at least one element, so that there is a message."""
@@ -125,7 +127,6 @@ class Planned(Operation):
     """A plan as an operation of the queue."""
 
     carrier: ScheduledCarrier
-    indirect = True  # even what comes straight: it comes late from one that waits in an operation before this one
     until_sent = True
 
     def __init__(self, carrier: ScheduledCarrier, what: str, plan: Plan, tensor: Tensor) -> None:
