@@ -537,6 +537,31 @@ class Tiny(tt.Strategy, frozen=True, kw_only=True):
         return 0
 
 
+class Uneven(tt.Strategy, frozen=True, kw_only=True):
+    """One member votes with a number more than the others."""
+
+    def worker(self, ctx: tt.Context) -> None:
+        ctx.replica.local()
+        numbers = [1.0] * (2 + (ctx.comm.rank == 1))
+        ctx.rounds(lambda: tt.Vote(1.0, ctx.data.share(1).samples, numbers), lambda decision: None)
+
+
+class Narrow(tt.Strategy, frozen=True, kw_only=True):
+    """A tensor for which there is no room."""
+
+    def worker(self, ctx: tt.Context) -> None:
+        ctx.replica.local()
+
+        def propose() -> tt.Vote:
+            if ctx.comm.rank == 0:
+                ctx.comm.send(torch.ones(5), 1, "x").wait()
+            else:
+                ctx.comm.recv(torch.empty(4), 0, "x").wait()
+            return tt.Vote(1.0, ctx.data.share(1).samples)
+
+        ctx.rounds(propose, lambda decision: None)
+
+
 @pytest.mark.parametrize("world", ["local", "sim"])
 @pytest.mark.parametrize(
     ("kind", "said"),
@@ -545,6 +570,11 @@ class Tiny(tt.Strategy, frozen=True, kw_only=True):
         (NoVote, "propose returned None; it must return a tt.Vote"),
         (Astray, r"worker \d exchanges a tensor with 7, which is no other member \(\d\)"),
         (Tiny, "samples_per_update of Tiny gives 0"),
+        (
+            Narrow,
+            r"worker 0 sent a tensor \(tag 'x'\) of 5 elements, and worker 1 receives it into one of 4; make both",
+        ),
+        (Uneven, r"Vote.numbers must be equally many on all members \(2 on worker 0, 3 on worker 1\)"),
     ],
 )
 def test_a_mistake_is_said_in_a_line(kind: type[tt.Strategy], said: str, world: str, tmp_path: Path) -> None:

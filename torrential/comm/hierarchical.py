@@ -110,7 +110,7 @@ class _Levels(Operation):
         if self.wire is None:
             make = ALGORITHMS[self.algorithm].plan
             plan = planned(make, firsts.index(self.carrier.rank), len(firsts), self.tensor.numel())
-            self.wire = Execution(self.carrier, self.number, plan, self.tensor, firsts)
+            self.wire = Execution(self.carrier, self.number, plan, self.tensor, firsts, self.what)
             self.wire.start()
         if not (self.wire.advance() and self.wire.all_sent()):
             return False

@@ -76,7 +76,7 @@ class PointToPoint:
         self._check_member(source)
         number = self._received[source, tag]
         self._received[source, tag] += 1
-        return Arrival(self, source, f"to/{tag}/{number}", f"to send a tensor{_tagged(tag)}", into)
+        return Arrival(self, source, f"to/{tag}/{number}", _tagged(tag), into)
 
     def finish(self, done: Callable[[], bool], whom: int, what: str, timeout: float | None) -> None:
         """Wait until it is done. `what`: what `whom` is waited for. Raises WaitedTooLong after a `timeout` that the
@@ -116,20 +116,25 @@ class Transfer:
 class Arrival:
     """The handle of a tensor that is to come."""
 
-    def __init__(self, points: PointToPoint, source: int, key: str, what: str, into: Tensor) -> None:
-        self._points, self._source, self._key, self._what, self._into = points, source, key, what, into
+    def __init__(self, points: PointToPoint, source: int, key: str, tagged: str, into: Tensor) -> None:
+        self._points, self._source, self._key, self._tagged, self._into = points, source, key, tagged, into
         self._here = False
 
     def done(self) -> bool:
         if not self._here and self._points.channel.arrived(self._source, self._key):
             (came,) = self._points.channel.take(self._source, self._key)
+            if came.numel() != self._into.numel():
+                raise RunFailed(
+                    f"worker {self._source} sent a tensor{self._tagged} of {came.numel()} elements, and worker "
+                    f"{self._points.rank} receives it into one of {self._into.numel()}; make both of one size"
+                )
             if not self._into.is_meta:
                 self._into.copy_(came.view(self._into.shape))
             self._here = True
         return self._here
 
     def wait(self, timeout: float | None = None) -> Tensor:
-        self._points.finish(self.done, self._source, self._what, timeout)
+        self._points.finish(self.done, self._source, f"to send a tensor{self._tagged}", timeout)
         return self._into
 
 
