@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from torrential.strategies import STRATEGIES
 from torrential.testing.command import app
 from torrential.testing.schedule import draw
 from torrential.testing.sweep import ScheduleFailed, check, outcome, outcomes
+from torrential.trainer.watch import BackwardWatch
 from torrential.worlds.sim import outlet
 from torrential.worlds.sim.cluster import Fault, make_cluster
 from torrential.worlds.sim.comm import SimComm
@@ -45,6 +47,19 @@ def test_schedules_that_once_failed_hold(seed: int) -> None:
     """4202: a server joined while another's ranges were being filled (tests/test_server_found.py). 7438: the only
     worker died after its last word. 9631: a worker died with the head of the first range, which alone lost its push."""
     assert check(seed) == ""
+
+
+def test_nothing_is_left_of_a_simulation_that_is_over() -> None:
+    """Autograd's hooks, which the garbage collector does not see, kept every worker of an all-reduce, its model too."""
+
+    def there() -> int:
+        gc.collect()
+        return sum(type(thing) in (BackwardWatch, SimComm) for thing in gc.get_objects())
+
+    before = there()
+    assert draw(11).strategy == "allreduce"
+    check(11)
+    assert there() <= before
 
 
 def test_what_several_processes_run_can_be_imported_by_them() -> None:
