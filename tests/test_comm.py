@@ -25,12 +25,12 @@ from torch import Tensor
 from torrential.comm import messenger as messaging
 from torrential.comm import wire
 from torrential.comm.admission import MOST_STRANGERS
-from torrential.comm.carrier import Carrier, Operation
+from torrential.comm.carrier import Carrier
 from torrential.comm.messenger import Messenger, PeerGreeting, TensorMessage, exchange_markers
 from torrential.comm.protocol import ALIGNMENT, Meter, Part, slices
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.shared import MAIL_BYTES, SMALL_BYTES, WORDS, SharedCarrier
-from torrential.errors import PeerLost, Regrouped, WaitedTooLong
+from torrential.errors import PeerLost, Regrouped, UnequalSizes, WaitedTooLong
 
 KINDS = ("shared", "unix", "tcp")
 RANKS = (0, 2, 3, 6, 7)  # not contiguous: those in between have died
@@ -398,17 +398,23 @@ def test_a_wait_that_takes_too_long_names_the_worker(kind: str, operation: str) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_somebody_is_told_again_and_again_instead_of_giving_up(kind: str) -> None:
     with group(kind, RANKS[:2], timeout=0.05) as g:
-        told: list[int] = []
+        told: list[Any] = []
 
-        def overdue(operation: Operation, waited: float) -> None:
-            told.append(operation.lagging())
-            if len(told) == 3:
-                raise Regrouped(9)
+        class Listening:
+            def overdue(self, rank: int, what: str, seconds: float) -> None:
+                told.append((rank, what))
+                if len(told) == 3:
+                    raise Regrouped(9)
 
-        g.carriers[0].overdue = overdue
+            def relieved(self) -> None:
+                told.append(None)
+
+        g.carriers[0].complaints = Listening()
         with pytest.raises(Regrouped):
             g.carriers[0].barrier().wait()
-        assert told == [2, 2, 2]
+        assert told == [(2, "in a barrier")] * 3 + [None]
+        with pytest.raises(WaitedTooLong, match="for worker 2"):
+            g.carriers[0].barrier().wait(0.01)  # as the caller wishes
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -633,7 +639,6 @@ NONSENSE = {
     "garbage": struct.pack("<I", 50) + b"\xff" * 50,
     "oversized header": struct.pack("<I", wire.MAX_HEADER + 1),
     "second greeting": GREETING,
-    "wrong size": header([{"type": "TensorMessage", "generation": 1, "tag": "wanted"}, [["float32", [5]]]]) + bytes(20),
     "wrong dtype": header([{"type": "TensorMessage", "generation": 1, "tag": "wanted"}, [["int32", [4]]]]) + bytes(16),
     "wrong count": header([{"type": "TensorMessage", "generation": 1, "tag": "wanted"}, [["float32", [4]]] * 2])
     + bytes(32),
@@ -654,6 +659,15 @@ def test_a_peer_that_talks_nonsense_is_lost_and_the_others_are_not(name: str) ->
         assert not low.arrived(9, "wanted")
         high.send(0, "fine", [torch.ones(4)])
         until(lambda: low.arrived(2, "fine"))
+
+
+def test_a_tensor_of_another_size_than_expected_lands_in_memory_of_its_own() -> None:
+    with two_messengers() as (low, high):
+        target = torch.full((4,), 7.0)
+        low.expect(2, "wanted", [target])
+        high.send(0, "wanted", [torch.ones(5)])
+        until(lambda: low.arrived(2, "wanted"))
+        assert low.take(2, "wanted")[0].tolist() == [1.0] * 5 and target.tolist() == [7.0] * 4
 
 
 def test_a_worker_that_cannot_be_reached_is_named() -> None:
@@ -699,3 +713,18 @@ def test_slices_are_near_equal_aligned_and_cover_everything_once(members: int) -
         assert all(a <= b for a, b in cuts)
         assert all(a % ALIGNMENT == 0 or a == numel for a, _ in cuts)
         assert all(abs((b - a) - numel / members) <= ALIGNMENT for a, b in cuts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vectors_of_different_sizes_are_refused_by_name(kind: str) -> None:
+    with group(kind, RANKS[:3]) as g:
+
+        def program(carrier: Any) -> dict[int, int]:
+            carrier.all_gather(torch.ones(4)).wait()
+            with pytest.raises(UnequalSizes, match="differ in the number of elements of their all-gather") as caught:
+                carrier.all_gather(torch.ones(5 + (carrier.rank == 2))).wait()
+            return caught.value.sizes
+
+        for rank, sizes in g.run(program).items():
+            assert {rank, 2} <= sizes.keys() and len(sizes) >= 2
+            assert all(size == (6 if whose == 2 else 5) for whose, size in sizes.items())

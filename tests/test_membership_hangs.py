@@ -17,7 +17,7 @@ from torrential.membership.machine import Membership
 from torrential.membership.roles import Members, Who
 from torrential.membership.roll import Member, Roll, Rules
 
-RULES = Rules(timeout=10.0, remedy="go on", algorithm="ring")
+RULES = Rules(timeout=10.0, remedy="go on")
 POPULATION = [Members("worker", 3, "view"), Members("server", 2, "view"), Members("observer", 1, "restart")]
 
 
@@ -60,7 +60,7 @@ class Scene:
 
     def end_letters(self, after: float, *awaited: Member) -> list[str]:
         self.roll.now += after
-        self.letters.end_hung(list(self.workers.values()), list(awaited))
+        self.letters.end_hung(list(self.workers.values()), list(awaited), self.collectives.waiting)
         return self.seen().ended
 
     def pass_time(self, seconds: float, *members: Member, step: float = 0.5) -> None:
@@ -76,11 +76,11 @@ def scene() -> Scene:
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
-WAITS, WAITS_NO_MORE = m.Suspect(-1, 10.0), m.Suspect(-1, 0.0)
+WAITS = m.Overdue(-1, "in a gloo all-reduce", 10.0)
 
 
 def test_of_those_who_do_not_complain_the_one_that_does_not_answer_is_ended(scene: Scene) -> None:
-    scene.collectives.suspect(scene.workers[0], WAITS)
+    scene.collectives.overdue(scene.workers[0], WAITS)
     scene.collectives.pong(scene.workers[2])  # it began to wait later
     assert scene.end_collectives(1.9) == []
     assert scene.end_collectives(0.2) == ["worker 1"]
@@ -88,7 +88,7 @@ def test_of_those_who_do_not_complain_the_one_that_does_not_answer_is_ended(scen
 
 
 def test_one_that_answered_is_asked_again_while_somebody_complains(scene: Scene) -> None:
-    scene.collectives.suspect(scene.workers[0], WAITS)
+    scene.collectives.overdue(scene.workers[0], WAITS)
     for rank in (1, 2):
         scene.collectives.pong(scene.workers[rank])
     assert scene.end_collectives(2.1) == []
@@ -98,27 +98,50 @@ def test_one_that_answered_is_asked_again_while_somebody_complains(scene: Scene)
 
 
 def test_a_complaint_that_is_taken_back_has_no_consequences(scene: Scene) -> None:
-    scene.collectives.suspect(scene.workers[0], WAITS)
-    scene.collectives.suspect(scene.workers[0], WAITS_NO_MORE)
+    scene.collectives.overdue(scene.workers[0], WAITS)
+    scene.collectives.relieved(scene.workers[0])
     assert scene.end_collectives(2.1) == []
 
 
 def test_nobody_is_ended_who_waits_for_the_observer_or_is_finished(scene: Scene) -> None:
     scene.workers[1].delayed = scene.workers[2].left = True
-    scene.collectives.suspect(scene.workers[0], WAITS)
+    scene.collectives.overdue(scene.workers[0], WAITS)
     assert scene.end_collectives(2.1) == []
 
 
 def test_all_that_complain_wait_for_one_another(scene: Scene) -> None:
     for rank in (0, 1):
-        scene.collectives.suspect(scene.workers[rank], WAITS)
+        scene.collectives.overdue(scene.workers[rank], WAITS)
         for other in (1, 2):
             scene.collectives.pong(scene.workers[other])
         assert scene.end_collectives(2.1) == []
-    scene.collectives.suspect(scene.workers[2], WAITS)
-    with pytest.raises(RunFailed, match=r"^all workers wait for one another in ring; go on$"):
+    scene.collectives.overdue(scene.workers[2], WAITS)
+    with pytest.raises(RunFailed, match=r"^all workers have waited for one another for 10 s: worker 0 for another"):
         scene.end_collectives(2.1)
     assert scene.seen().ended == []
+
+
+def test_who_waits_for_whom_and_what_for_is_said(scene: Scene) -> None:
+    scene.collectives.overdue(scene.workers[0], m.Overdue(1, "to send a tensor (tag 'x')", 10.0))
+    for rank in (1, 2):
+        scene.collectives.overdue(scene.workers[rank], m.Overdue(0, "in an all-gather (a vote is one)", 11.0))
+    with pytest.raises(RunFailed) as failure:
+        scene.end_collectives(2.1)
+    assert str(failure.value) == (
+        "all workers have waited for one another for 10 s: worker 0 for worker 1 to send a tensor (tag 'x'), "
+        "worker 1 for worker 0 in an all-gather (a vote is one), worker 2 for worker 0 in an all-gather (a vote is "
+        "one); check that every recv has its send, and that all members start the same collectives in the same order, "
+        "then go on"
+    )
+
+
+def test_one_of_many_waits_is_not_lost_with_a_worker_that_dies(scene: Scene) -> None:
+    for rank in (0, 1):
+        scene.collectives.overdue(scene.workers[rank], WAITS)
+    scene.collectives.relieved(scene.workers[0])
+    assert list(scene.collectives.waiting) == [1] and scene.collectives.due == 102.0
+    scene.collectives.relieved(scene.workers[1])
+    assert scene.collectives.due is None
 
 
 # -- letters -----------------------------------------------------------------------------------------------------------
@@ -163,9 +186,21 @@ def test_a_run_in_which_all_wait_and_nobody_is_hung_is_given_up(scene: Scene) ->
     assert scene.seen().ended == []
 
 
-def complain(scene: Scene, seconds: int) -> None:
-    for worker in scene.workers.values():
-        scene.letters.suspect(worker, m.Suspect(SERVERS, 10.0 + seconds))
+def test_some_wait_for_servers_and_some_for_one_another(scene: Scene) -> None:
+    """A worker that waits for a tensor which nobody sends keeps the others waiting at the servers."""
+    scene.collectives.overdue(scene.workers[0], m.Overdue(1, "to send a tensor", 10.0))
+    for seconds in range(0, 14, 2):
+        complain(scene, seconds, 1, 2)
+        assert scene.end_letters(2.0) == []
+    complain(scene, 14, 1, 2)
+    said = r"^all workers wait for servers, or for one another \(worker 0 for worker 1 to send a tensor\), though none"
+    with pytest.raises(RunFailed, match=said):
+        scene.end_letters(2.0)
+
+
+def complain(scene: Scene, seconds: int, *ranks: int) -> None:
+    for rank in ranks or scene.workers:
+        scene.letters.suspect(scene.workers[rank], m.Suspect(SERVERS, 10.0 + seconds))
     scene.letters.pong(scene.servers[0], m.Pong([(rank, 1.0) for rank in range(3)]))
 
 
@@ -251,11 +286,14 @@ def test_a_generation_that_somebody_does_not_come_to() -> None:
     assert run.pass_time(0.5) == [Note("worker_hung", 2, "did not answer for 10 s; ended"), Kill(Who(2, 0))]
 
 
-def test_whom_a_collective_waits_for_directly_is_ended_at_once_where_workers_regroup() -> None:
+def test_whom_a_collective_waits_for_is_ended_if_it_does_not_answer() -> None:
     run = Run("regroup")
     run.pass_time(1.0)
-    run.hear(Who(0, 0), m.Suspect(1, 10.0))
-    assert run.pass_time(0.5) == [Note("worker_hung", 1, "worker 0 waited 10 s for it; ended"), Kill(Who(1, 0))]
+    run.hear(Who(0, 0), m.Overdue(1, "in a barrier", 10.0))
+    run.hear(Who(2, 0), m.Pong())
+    assert run.pass_time(1.5) == []
+    said = "worker 0 waited 10 s for it in a barrier; ended"
+    assert run.pass_time(0.5) == [Note("worker_hung", 1, said), Kill(Who(1, 0))]
 
 
 @pytest.mark.parametrize("death", ["regroup", "view"])
@@ -271,12 +309,12 @@ def test_nothing_is_made_of_complaints_while_the_supervisor_was_stopped() -> Non
     run = Run("regroup")
     run.pass_time(1.0)
     run.now += 60.0  # as by Ctrl-Z
-    run.hear(Who(0, 0), m.Suspect(1, 60.0))
-    run.hear(Who(0, 0), m.Suspect(-1, 60.0))
+    run.hear(Who(0, 0), m.Suspect(SERVERS, 60.0))
+    run.hear(Who(0, 0), m.Overdue(1, "in a barrier", 60.0))
     assert run.pass_time(5.0) == []
     run.pass_time(6.0)
-    run.hear(Who(0, 0), m.Suspect(1, 10.0))
-    assert len(run.pass_time(0.5)) >= 2
+    run.hear(Who(0, 0), m.Overdue(1, "in a barrier", 10.0))
+    assert len(run.pass_time(2.5)) >= 2
 
 
 def test_a_run_that_does_not_come_up_names_who_is_missing() -> None:

@@ -20,7 +20,7 @@ import torrential as tt
 from torrential import config, records
 from torrential.comm.schedules import ALGORITHMS
 from torrential.config import RUN, WORLDS, LocalSettings, SimSettings, label_of, owner_of
-from torrential.errors import BadInput, UnknownName
+from torrential.errors import BadInput, RunFailed, UnknownName
 from torrential.options import explain
 from torrential.records import MANIFEST, RECORDS, read_manifest
 from torrential.strategies import STRATEGIES
@@ -537,6 +537,31 @@ class Tiny(tt.Strategy, frozen=True, kw_only=True):
         return 0
 
 
+class Uneven(tt.Strategy, frozen=True, kw_only=True):
+    """One member votes with a number more than the others."""
+
+    def worker(self, ctx: tt.Context) -> None:
+        ctx.replica.local()
+        numbers = [1.0] * (2 + (ctx.comm.rank == 1))
+        ctx.rounds(lambda: tt.Vote(1.0, ctx.data.share(1).samples, numbers), lambda decision: None)
+
+
+class Narrow(tt.Strategy, frozen=True, kw_only=True):
+    """A tensor for which there is no room."""
+
+    def worker(self, ctx: tt.Context) -> None:
+        ctx.replica.local()
+
+        def propose() -> tt.Vote:
+            if ctx.comm.rank == 0:
+                ctx.comm.send(torch.ones(5), 1, "x").wait()
+            else:
+                ctx.comm.recv(torch.empty(4), 0, "x").wait()
+            return tt.Vote(1.0, ctx.data.share(1).samples)
+
+        ctx.rounds(propose, lambda decision: None)
+
+
 @pytest.mark.parametrize("world", ["local", "sim"])
 @pytest.mark.parametrize(
     ("kind", "said"),
@@ -545,8 +570,42 @@ class Tiny(tt.Strategy, frozen=True, kw_only=True):
         (NoVote, "propose returned None; it must return a tt.Vote"),
         (Astray, r"worker \d exchanges a tensor with 7, which is no other member \(\d\)"),
         (Tiny, "samples_per_update of Tiny gives 0"),
+        (
+            Narrow,
+            r"worker 0 sent a tensor \(tag 'x'\) of 5 elements, and worker 1 receives it into one of 4; make both",
+        ),
+        (Uneven, r"Vote.numbers must be equally many on all members \(2 on worker 0, 3 on worker 1\)"),
     ],
 )
 def test_a_mistake_is_said_in_a_line(kind: type[tt.Strategy], said: str, world: str, tmp_path: Path) -> None:
     with pytest.raises(tt.TorrentialError, match=said):
         train(kind(), tmp_path / "run", world, workers=2)
+
+
+class OneSided(tt.Strategy, frozen=True, kw_only=True):
+    """The first worker receives what nobody sends; the second has voted."""
+
+    def worker(self, ctx: tt.Context) -> None:
+        ctx.replica.local()
+
+        def propose() -> tt.Vote:
+            if ctx.comm.rank == 0:
+                ctx.comm.recv(torch.empty(1), source=1, tag="gossip").wait()
+            return tt.Vote(1.0, ctx.data.share(1).samples)
+
+        ctx.rounds(propose, lambda decision: None)
+
+
+@pytest.mark.parametrize(("world", "transport"), [("local", "shared"), ("local", "unix"), ("sim", None)])
+def test_a_tensor_that_nobody_sends_is_named_and_ends_nobody(world: str, transport: Any, tmp_path: Path) -> None:
+    options = {} if transport is None else {"transport": transport}
+    with pytest.raises(RunFailed) as failure:
+        train(OneSided(), tmp_path / "run", world, timeout=2, **options)
+    assert str(failure.value) == (
+        "all workers have waited for one another for 2 s: worker 0 for worker 1 to send a tensor (tag 'gossip'), "
+        "worker 1 for worker 0 in an all-gather (a vote is one); check that every recv has its send, and that all "
+        "members start the same collectives in the same order, then "
+        f"go on with: torrential train --resume {tmp_path / 'run'}"
+    )
+    events = [r.event for r in records.read_records(tmp_path / "run" / RECORDS) if isinstance(r, records.Event)]
+    assert not {"worker_hung", "worker_lost"} & set(events)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from network import Hub, MemoryComm, flat_layout
@@ -22,10 +23,10 @@ NUMEL = 8
 
 
 class Desk(MemoryComm):
-    """Keeps what is posted to workers."""
+    """Keeps what is posted."""
 
-    def __init__(self, hub: Hub) -> None:
-        super().__init__(hub, SERVERS)
+    def __init__(self, hub: Hub, address: int = SERVERS) -> None:
+        super().__init__(hub, address)
         self.posted: list[tuple[int, Any]] = []
 
     def post(self, to: int, message: Any, tensors: Sequence[Tensor] = ()) -> None:
@@ -112,3 +113,22 @@ def test_clocks_that_nobody_is_left_to_push_for_are_closed(first: int | None) ->
         one.ask(Pull, worker, life=1, nth=1, view=1, clock=2)
     assert one.shard.closed == 2 and one.shard.version == 0
     assert len(one.answers(0)) == len(one.answers(1)) == 1
+
+
+def test_a_range_that_was_cut_while_its_contents_were_under_way_is_asked_for_again() -> None:
+    """A server joins just when another's death has a range filled anew: the letter with the range as it was says
+    nothing about its pieces, whose last operation would be on this server only when the next one came."""
+    hub = Hub()
+    whole = ring.begin([SERVERS, SERVERS + 1], NUMEL, replicas=1)[0]
+    hub.view = View(1, (0,), (whole,))
+    desk = Desk(hub, SERVERS + 1)
+    spec, initial = OptimizerSpec(torch.optim.SGD, 1.0), Initial(torch.zeros(NUMEL))
+    server = Server(desk, flat_layout(NUMEL), spec, Consistency(None), initial=initial)
+    late, tensors = server._links[0].shard.state(view=1)
+    middle = whole.stop // 2
+    pieces = tuple(msgspec.structs.replace(whole, start=a, stop=b) for a, b in ((0, middle), (middle, whole.stop)))
+    server.handle(Letter(-1, View(2, (0,), pieces), []))
+    desk.posted.clear()
+    server.handle(Letter(SERVERS, late, tensors))
+    asked = [(to, message.start) for to, message in desk.posted if message.empty]
+    assert asked == [(SERVERS, 0), (SERVERS, middle)]

@@ -6,6 +6,7 @@
     │   └── TaskFailed        the user's own code raised; names the part of the task, and file and line (usercode.py)
     ├── RunFailed             a run that had started could not go on
     │   ├── WorkerFailed      a role raised; names the role and the step
+    │   ├── UnequalSizes      members gave a collective tensors of different sizes; names the members and sizes
     │   └── Diverged          training went astray; no fault of the machine, and it would happen again
     │       └── NonFiniteLoss the loss turned NaN or infinite; names the worker and the step
     ├── CheckpointDamaged     no checkpoint in the directory can be trusted
@@ -20,7 +21,7 @@ Messages state the fact, the offending value and the remedy. We raise for the us
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 BY_THE_TASK = (
     "as by os._exit in the task's code; look for that in the model, the loss, the data sets and what they import"
@@ -70,6 +71,15 @@ class RunFailed(TorrentialError):
 
 class WorkerFailed(RunFailed):
     pass
+
+
+class UnequalSizes(RunFailed):
+    """`sizes`: by worker, how many elements it gave, or passed on of them."""
+
+    def __init__(self, what: str, sizes: Mapping[int, int]) -> None:
+        self.sizes = dict(sizes)
+        given = ", ".join(f"worker {rank}: {size}" for rank, size in sorted(sizes.items()))
+        super().__init__(f"members differ in the number of elements of their {what} ({given}); it must be one on all")
 
 
 class Diverged(RunFailed):

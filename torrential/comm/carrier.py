@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from torrential.comm.protocol import Meter
+from torrential.comm.protocol import Complaints, Meter
 from torrential.errors import WaitedTooLong
 
 
@@ -20,7 +20,6 @@ class Operation:
     """One collective under way on this member; also the handle that the caller gets."""
 
     what = "operation"
-    indirect = False  # whoever it waits for may itself be waiting for somebody else
 
     def __init__(self, carrier: Carrier) -> None:
         self.carrier = carrier
@@ -35,8 +34,14 @@ class Operation:
         raise NotImplementedError
 
     def lagging(self) -> int:
-        """The rank that keeps this operation from going on."""
+        """The rank that keeps this operation from going on; it may itself be waiting for somebody else."""
         raise NotImplementedError
+
+    def in_words(self) -> str:
+        """What a member does that waits here, as in "worker 1 waits for worker 0 in an all-gather"."""
+        article = "an" if self.what[0] in "aeiou" else "a"
+        vote = " (a vote is one)" if self.what == "all-gather" and not self.carrier.among else ""
+        return f"in {article} {self.what}{vote}{self.carrier.among}"
 
     def done(self) -> bool:
         self.carrier.progress()
@@ -53,8 +58,8 @@ class Carrier:
     def __init__(self, rank: int, meter: Meter, check: Callable[[], None], timeout: float) -> None:
         self.rank, self.meter, self.timeout = rank, meter, timeout
         self.check = check  # raises Regrouped when membership has changed
-        self.overdue: Callable[[Operation, float], None] | None = None  # told instead of giving up, again and again
-        self.relieved: Callable[[Operation], None] | None = None  # told when a wait that was overdue is over
+        self.complaints: Complaints | None = None  # what is told of long waits, instead of giving up
+        self.among = ""  # the members in words, where they are not all that there are
         self.members: tuple[int, ...] = ()
         self.index = 0
         self._issued = 0
@@ -93,16 +98,16 @@ class Carrier:
             return
         limit = self.timeout if timeout is None else timeout
         began = now = self.meter.clock()
-        late: Operation | None = None
+        late = False
         try:
             while not operation.finished:
                 self.check()
                 head = self._queue[0]
                 if now - began > limit:
-                    if self.overdue is None:
+                    if self.complaints is None or timeout is not None:
                         raise WaitedTooLong(f"worker {head.lagging()}", now - began, head.what)
-                    late = head
-                    self.overdue(head, now - began)
+                    late = True
+                    self.complaints.overdue(head.lagging(), head.in_words(), now - began)
                     limit += self.timeout
                 self.idle(head, now - began)
                 now = self.meter.clock()
@@ -110,8 +115,8 @@ class Carrier:
                 self.progress()
                 self.meter.wait -= self.meter.communicate - before  # work done while waiting is not waiting
         finally:
-            if late is not None and self.relieved is not None:
-                self.relieved(late)
+            if late and self.complaints is not None:
+                self.complaints.relieved()
         self.meter.wait += self.meter.clock() - began
 
     def idle(self, head: Operation, waited: float) -> None:

@@ -78,7 +78,6 @@ class HierarchicalCarrier(ScheduledCarrier):
 
 class _Levels(Operation):
     what = "hierarchical all-reduce"
-    indirect = True
     carrier: HierarchicalCarrier
 
     def __init__(self, carrier: HierarchicalCarrier, tensor: Tensor, algorithm: str, place: int) -> None:
@@ -111,7 +110,7 @@ class _Levels(Operation):
         if self.wire is None:
             make = ALGORITHMS[self.algorithm].plan
             plan = planned(make, firsts.index(self.carrier.rank), len(firsts), self.tensor.numel())
-            self.wire = Execution(self.carrier, self.number, plan, self.tensor, firsts)
+            self.wire = Execution(self.carrier, self.number, plan, self.tensor, firsts, self.what)
             self.wire.start()
         if not (self.wire.advance() and self.wire.all_sent()):
             return False

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torrential.comm.protocol import Meter
+from torrential.comm.protocol import Complaints, Meter
 from torrential.errors import WaitedTooLong
 
 POLL_SECONDS = 1e-4
@@ -30,8 +30,7 @@ class NativeCarrier:
     def __init__(self, rank: int, meter: Meter, check: Callable[[], None], timeout: float, backend: str) -> None:
         self.rank, self.meter, self.check, self.timeout, self.backend = rank, meter, check, timeout, backend
         self.members: tuple[int, ...] = ()
-        self.overdue: Callable[[float], None] | None = None  # told instead of giving up, again and again
-        self.relieved: Callable[[], None] | None = None  # told when a wait that was overdue is over
+        self.complaints: Complaints | None = None  # what is told of long waits, instead of giving up
 
     def regroup(self, members: tuple[int, ...], rendezvous: str) -> None:
         """`rendezvous` is the path of an empty file that all members can open, and that nobody else can."""
@@ -44,7 +43,7 @@ class NativeCarrier:
         store.set_timeout(patience)
         rank = members.index(self.rank)
         dist.init_process_group(self.backend, store=store, rank=rank, world_size=len(members), timeout=patience)
-        if self.overdue is not None:  # who is waited for too long is ended; the library need not give up by itself
+        if self.complaints is not None:  # who is waited for too long is ended; the library need not give up by itself
             dist.distributed_c10d._set_pg_timeout(LONG)
 
     def all_reduce(self, tensor: Tensor) -> NativeHandle:
@@ -77,16 +76,17 @@ class NativeHandle:
                     self.carrier.check()
                     waited = time.perf_counter() - began
                     if waited > limit:
-                        if self.carrier.overdue is None:
-                            raise WaitedTooLong("some worker", waited, f"{self.carrier.backend} all-reduce")
+                        what = f"{self.carrier.backend} all-reduce"
+                        if self.carrier.complaints is None:
+                            raise WaitedTooLong("some worker", waited, what)
                         late = True
-                        self.carrier.overdue(waited)
+                        self.carrier.complaints.overdue(-1, f"in a {what}", waited)
                         limit += self.carrier.timeout
                     time.sleep(POLL_SECONDS)
                 self._conclude()
             finally:
-                if late and self.carrier.relieved is not None:
-                    self.carrier.relieved()
+                if late and self.carrier.complaints is not None:
+                    self.carrier.complaints.relieved()
 
     def _conclude(self) -> None:
         try:

@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from torrential.comm.outbox import Outgoing
-from torrential.comm.protocol import Meter
+from torrential.comm.protocol import Complaints, Meter
 from torrential.errors import RunFailed, WaitedTooLong
 
 REST_SECONDS = 2e-3
@@ -43,13 +43,12 @@ class PointToPoint:
         meter: Meter,
         check: Callable[[], None],
         timeout: float,
-        overdue: Callable[[float], None] | None = None,
-        relieved: Callable[[], None] | None = None,
+        complaints: Complaints,
     ) -> None:
-        """`check` raises Regrouped when members have changed. `overdue` is told, instead of giving up, how long a wait
-        has lasted, again and again; `relieved`, that it is over."""
+        """`check` raises Regrouped when members have changed; `complaints` are told of waits that last longer than
+        `timeout`."""
         self.channel, self.meter, self.check, self.timeout = channel, meter, check, timeout
-        self.overdue, self.relieved = overdue, relieved
+        self.complaints = complaints
         self.rank, self.members = -1, tuple[int, ...]()
         self._sent: Counter[tuple[int, str]] = Counter()
         self._received: Counter[tuple[int, str]] = Counter()
@@ -70,15 +69,18 @@ class PointToPoint:
         number = self._sent[to, tag]
         self._sent[to, tag] += 1
         self.meter.bytes_sent += tensor.nbytes
-        return Transfer(self, to, self.channel.send(to, f"to/{tag}/{number}", [tensor.detach().contiguous()]))
+        outgoing = self.channel.send(to, f"to/{tag}/{number}", [tensor.detach().contiguous()])
+        return Transfer(self, to, f"to take a tensor{_tagged(tag)}", outgoing)
 
     def recv(self, into: Tensor, source: int, tag: str) -> Arrival:
         self._check_member(source)
         number = self._received[source, tag]
         self._received[source, tag] += 1
-        return Arrival(self, source, f"to/{tag}/{number}", into)
+        return Arrival(self, source, f"to/{tag}/{number}", _tagged(tag), into)
 
     def finish(self, done: Callable[[], bool], whom: int, what: str, timeout: float | None) -> None:
+        """Wait until it is done. `what`: what `whom` is waited for. Raises WaitedTooLong after a `timeout` that the
+        caller has given."""
         began = self.meter.clock()
         limit, late = self.timeout if timeout is None else timeout, False
         try:
@@ -86,46 +88,55 @@ class PointToPoint:
                 self.check()
                 waited = self.meter.clock() - began
                 if waited > limit:
-                    if self.overdue is None:
+                    if timeout is not None:
                         raise WaitedTooLong(f"worker {whom}", waited, what)
                     late = True
-                    self.overdue(waited)
+                    self.complaints.overdue(whom, what, waited)
                     limit += self.timeout
                 self.channel.pause(REST_SECONDS)
         finally:
-            if late and self.relieved is not None:
-                self.relieved()
+            if late:
+                self.complaints.relieved()
             self.meter.wait += self.meter.clock() - began
 
 
 class Transfer:
     """The handle of a tensor that is being sent; done when it may be changed."""
 
-    def __init__(self, points: PointToPoint, to: int, outgoing: Outgoing) -> None:
-        self._points, self._to, self._outgoing = points, to, outgoing
+    def __init__(self, points: PointToPoint, to: int, what: str, outgoing: Outgoing) -> None:
+        self._points, self._to, self._what, self._outgoing = points, to, what, outgoing
 
     def done(self) -> bool:
         return self._outgoing.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        self._points.finish(self._outgoing.done, self._to, "to take a tensor", timeout)
+        self._points.finish(self._outgoing.done, self._to, self._what, timeout)
 
 
 class Arrival:
     """The handle of a tensor that is to come."""
 
-    def __init__(self, points: PointToPoint, source: int, tag: str, into: Tensor) -> None:
-        self._points, self._source, self._tag, self._into = points, source, tag, into
+    def __init__(self, points: PointToPoint, source: int, key: str, tagged: str, into: Tensor) -> None:
+        self._points, self._source, self._key, self._tagged, self._into = points, source, key, tagged, into
         self._here = False
 
     def done(self) -> bool:
-        if not self._here and self._points.channel.arrived(self._source, self._tag):
-            (came,) = self._points.channel.take(self._source, self._tag)
+        if not self._here and self._points.channel.arrived(self._source, self._key):
+            (came,) = self._points.channel.take(self._source, self._key)
+            if came.numel() != self._into.numel():
+                raise RunFailed(
+                    f"worker {self._source} sent a tensor{self._tagged} of {came.numel()} elements, and worker "
+                    f"{self._points.rank} receives it into one of {self._into.numel()}; make both of one size"
+                )
             if not self._into.is_meta:
                 self._into.copy_(came.view(self._into.shape))
             self._here = True
         return self._here
 
     def wait(self, timeout: float | None = None) -> Tensor:
-        self._points.finish(self.done, self._source, "a tensor", timeout)
+        self._points.finish(self.done, self._source, f"to send a tensor{self._tagged}", timeout)
         return self._into
+
+
+def _tagged(tag: str) -> str:
+    return f" (tag {tag!r})" if tag else ""

@@ -63,6 +63,17 @@ class Handle(Protocol):
     def done(self) -> bool: ...
 
 
+class Complaints(Protocol):
+    """Those who find out which worker is hung, where a wait is not given up by itself."""
+
+    def overdue(self, rank: int, what: str, seconds: float) -> None:
+        """A wait for a worker (-1: for some worker) has lasted for so long; told again and again. `what` is what it is
+        waited for, as in "worker 1 waits for worker 0 to send a tensor"."""
+
+    def relieved(self) -> None:
+        """A wait that was overdue has ended."""
+
+
 class Letter(NamedTuple):
     """A message from one role to another, with tensors. These may lie in the memory of the sender: they are not to be
     written to, and what is to be kept must be copied."""

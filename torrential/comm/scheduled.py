@@ -23,6 +23,7 @@ from torrential.comm.protocol import Meter, Part
 from torrential.comm.schedules import ALGORITHMS, bruck, direct, naive, tree
 from torrential.comm.schedules.base import Plan, Receive, Send, Stream
 from torrential.comm.shared import CHUNK
+from torrential.errors import UnequalSizes
 
 REST_SECONDS = 2e-3
 MANY = 16  # members; up to here all-gathers go straight to everybody, in one round
@@ -112,7 +113,9 @@ class ScheduledCarrier(Carrier):
         return self.launch(operation)
 
     def barrier(self) -> Operation:
-        return self.all_gather(torch.empty(0))
+        operation = self.all_gather(torch.empty(0))
+        operation.what = "barrier"
+        return operation
 
     def _rows(self, vector: Tensor) -> Tensor:
         """Room for a vector of each member, ours filled in; at least one element, so that there is a message."""
@@ -125,13 +128,12 @@ class Planned(Operation):
     """A plan as an operation of the queue."""
 
     carrier: ScheduledCarrier
-    indirect = True  # even what comes straight: it comes late from one that waits in an operation before this one
     until_sent = True
 
     def __init__(self, carrier: ScheduledCarrier, what: str, plan: Plan, tensor: Tensor) -> None:
         super().__init__(carrier)
         self.what = what
-        self.execution = Execution(carrier, self.number, plan, tensor, carrier.members)
+        self.execution = Execution(carrier, self.number, plan, tensor, carrier.members, what)
 
     def start(self) -> None:
         self.execution.start()
@@ -147,11 +149,12 @@ class Execution:
     """One plan under way on this member."""
 
     def __init__(
-        self, carrier: ScheduledCarrier, number: int, plan: Plan, tensor: Tensor, members: Sequence[int]
+        self, carrier: ScheduledCarrier, number: int, plan: Plan, tensor: Tensor, members: Sequence[int], what: str
     ) -> None:
+        """`what`: the collective that it is, as in "all-gather"."""
         self._messenger, self._meter = carrier.messenger, carrier.meter
         self._prefix = f"{carrier.channel}{number}/"
-        self._members = members
+        self._members, self._what = members, what
         self._index = members.index(carrier.rank)
         self._vector = tensor.view(-1)
         self._streams = [_Cursor(stream, self._places(stream)) for stream in plan if stream]
@@ -214,6 +217,8 @@ class Execution:
         for receive, place in zip(receives, places, strict=True):
             (came,) = self._messenger.take(*place)
             start, stop = receive.start, receive.stop
+            if came.numel() != stop - start:
+                raise UnequalSizes(self._what, {self._members[self._index]: stop - start, place[0]: came.numel()})
             if receive.add:
                 terms.setdefault((start, stop), []).append((receive.source, came))
                 continue

@@ -23,6 +23,7 @@ from torch import Tensor
 from torrential.comm.carrier import Carrier, Operation
 from torrential.comm.futex import Futex
 from torrential.comm.protocol import Meter, Part, slices
+from torrential.errors import UnequalSizes
 
 CHUNK = 1 << 15  # elements summed at a time: operands and result stay in the second-level cache
 MAIL_BYTES = 1 << 20  # one slot; a member has two
@@ -125,6 +126,18 @@ class SharedCarrier(Carrier):
 
     def slot(self, rank: int, gather: int) -> Tensor:
         return self._mail(rank)[gather % 2]
+
+    def fill_slot(self, gather: int, vector: Tensor) -> None:
+        self.slot(self.rank, gather)[: vector.nbytes].view(vector.dtype).copy_(vector.view(-1))
+        self._words[self._size(self.rank, gather)] = vector.nbytes
+
+    def filled(self, rank: int, gather: int) -> int:
+        """Bytes that a member has put into a slot."""
+        return self._words[self._size(rank, gather)]
+
+    def _size(self, rank: int, gather: int) -> int:
+        """The word that says how much is in a slot, behind the counter of what was published."""
+        return self._word(rank, 0) + 1 + gather % 2
 
     def next_gather(self, operation: _Gather) -> int:
         """Two slots are enough if the previous gather is finished here before the next one starts."""
@@ -241,12 +254,20 @@ class _Gather(_SharedOperation):
         return slot.view(self.vector.dtype)
 
     def start(self) -> None:
-        self._view(self.carrier.rank).copy_(self.vector.view(-1))
+        self.carrier.fill_slot(self.gather, self.vector)
         self.carrier.meter.bytes_sent += (len(self.carrier.members) - 1) * self.vector.nbytes
         super().start()
 
     def work(self) -> None:
-        self.result = torch.stack([self._view(rank) for rank in self.carrier.members])
+        self.result = torch.stack(self._views())
+
+    def _views(self) -> list[Tensor]:
+        """What every member has put there."""
+        size, carrier = self.vector.nbytes, self.carrier
+        if any(carrier.filled(rank, self.gather) != size for rank in carrier.members):
+            elements = {r: carrier.filled(r, self.gather) // self.vector.element_size() for r in carrier.members}
+            raise UnequalSizes(self.what, elements)
+        return [self._view(rank) for rank in carrier.members]
 
 
 class _SmallReduce(_Gather):
@@ -254,8 +275,7 @@ class _SmallReduce(_Gather):
 
     def work(self) -> None:
         total = self.vector.view(-1)
-        views = [self._view(rank) for rank in self.carrier.members]
-        add_up(total, [v.clone() if i == self.carrier.index else v for i, v in enumerate(views)])
+        add_up(total, [v.clone() if i == self.carrier.index else v for i, v in enumerate(self._views())])
 
 
 class _Broadcast(_Both):

@@ -135,7 +135,8 @@ class Connection(Generic[M]):
         return sum(t.nbytes for t in tensors)
 
     def receive(self, destination: Destination | None = None) -> tuple[M, list[Tensor]]:
-        """Read one frame; payloads go straight into the tensors that `destination` names, or into fresh ones."""
+        """Read one frame; payloads go straight into the tensors that `destination` names, or into fresh ones. One of
+        another size goes into a fresh one, too: whoever takes it can say what is wrong."""
         (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
         if not 0 < length <= MAX_HEADER:
             raise WireError(f"header of {length} bytes (limit: {MAX_HEADER})")
@@ -150,10 +151,13 @@ class Connection(Generic[M]):
         if len(tensors) != len(envelope.tensors):
             raise WireError(f"{len(envelope.tensors)} tensors where {len(tensors)} were expected")
         for tensor, shape in zip(tensors, envelope.tensors, strict=True):
-            if tensor.numel() != math.prod(shape.sizes) or tensor.dtype != DTYPES[shape.dtype]:
-                raise WireError(f"{shape} does not fit a buffer of {tensor.numel()} {tensor.dtype}")
-            if tensor.numel():
-                self._fill(raw(tensor))
+            if tensor.dtype != DTYPES[shape.dtype]:
+                raise WireError(f"{shape} does not fit a buffer of {tensor.dtype}")
+        for at, shape in enumerate(envelope.tensors):
+            if tensors[at].numel() != math.prod(shape.sizes):
+                tensors[at] = empty(shape)
+            if tensors[at].numel():
+                self._fill(raw(tensors[at]))
         return envelope.message, tensors
 
     def _exactly(self, count: int) -> bytearray:

@@ -1,9 +1,9 @@
-"""Which worker is hung, where collectives go by messages: not always the one that somebody waits for, since that one
-may itself wait for another.
+"""Which worker is hung, where workers wait for one another, in collectives or for a tensor: not always the one that
+somebody waits for, since that one may itself wait for another.
 
-    worker ── Suspect(-1) ────► membership ── Ping ──► all workers       its wait has lasted for `timeout` seconds
-    worker ── Pong ───────────► membership                               from where it waits itself
-    worker ── Suspect(-1, 0) ─► membership                               its wait is over
+    worker ── Overdue(whom, what for) ──► membership ── Ping ──► all workers     its wait has lasted `timeout` seconds
+    worker ── Pong ─────────────────────► membership                             from where it waits itself
+    worker ── Relieved ─────────────────► membership                             its wait is over
 
 As long as anybody complains there is a round of pings every moment. Whoever has neither complained nor answered by the
 end of one is hung: it is named and ended. One that waits for the observer, or whose program is finished, is not.
@@ -11,51 +11,75 @@ end of one is hung: it is named and ended. One that waits for the observer, or w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torrential.errors import RunFailed
 from torrential.membership import messages as m
 from torrential.membership.roll import Member, Roll, Rules
 
 GRACE_SECONDS = 2.0
+FEW = 4  # waits that one message names
 
 
 class CollectiveHangs:
     def __init__(self, roll: Roll, rules: Rules) -> None:
         self._roll, self._rules = roll, rules
+        self._grace = min(GRACE_SECONDS, rules.timeout)
         self.clear()
 
     def clear(self) -> None:
         """A new generation: all waits have ended."""
-        self._waiting: set[int] = set()  # ranks that complain
+        self.waiting: dict[int, m.Overdue] = {}  # the complaints, by the rank of who makes them
         self._answered: set[int] = set()  # in this round
-        self._since: float | None = None  # when this round began
+        self.due: float | None = None  # when this round is over
 
-    def suspect(self, worker: Member, message: m.Suspect) -> None:
-        if message.seconds > 0:
-            self._waiting.add(worker.number)
-        else:
-            self._waiting.discard(worker.number)
-        if not self._waiting:
-            self.clear()
-        elif self._since is None:
+    def overdue(self, worker: Member, message: m.Overdue) -> None:
+        self.waiting[worker.number] = message
+        if self.due is None:
             self._ask()
+
+    def relieved(self, worker: Member) -> None:
+        """A worker does not wait any more, or is dead."""
+        self.waiting.pop(worker.number, None)
+        if not self.waiting:
+            self.clear()
 
     def pong(self, worker: Member) -> None:
         self._answered.add(worker.number)
 
     def end_hung(self) -> None:
         """End who is hung; raises RunFailed if nobody is, and all wait for one another."""
-        if self._since is None or self._roll.now - self._since <= GRACE_SECONDS:
+        if self.due is None or self._roll.now < self.due:
             return
         busy = [w for w in self._roll.workers.values() if not w.left]
         for worker in busy:
-            if worker.number not in self._waiting | self._answered and not worker.delayed:
-                self._roll.end(worker, "the others waited for it")
-        if busy and all(worker.number in self._waiting for worker in busy):
-            algorithm, remedy = self._rules.algorithm, self._rules.remedy
-            raise RunFailed(f"all workers wait for one another in {algorithm}; {remedy}")
+            if worker.number not in self.waiting and worker.number not in self._answered and not worker.delayed:
+                self._roll.end(worker, self._why(worker))
+        if busy and all(worker.number in self.waiting for worker in busy):
+            raise RunFailed(
+                f"all workers have waited for one another for {self._rules.timeout:g} s: {in_words(self.waiting)}; "
+                "check that every recv has its send, and that all members start the same collectives in the same "
+                f"order, then {self._rules.remedy}"
+            )
         self._ask()
 
+    def _why(self, hung: Member) -> str:
+        for rank, wait in sorted(self.waiting.items()):
+            if wait.rank == hung.number:
+                return f"worker {rank} waited {wait.seconds:.0f} s for it {wait.what}"
+        return "the others waited for it"
+
     def _ask(self) -> None:
-        self._answered, self._since = set(), self._roll.now
+        self._answered, self.due = set(), self._roll.now + self._grace
         for worker in self._roll.workers.values():
             self._roll.send(worker, m.Ping())
+
+
+def in_words(waiting: Mapping[int, m.Overdue]) -> str:
+    """Who waits for whom, and what for."""
+    said = []
+    for rank, wait in sorted(waiting.items())[:FEW]:
+        whom = "another worker" if wait.rank < 0 else f"worker {wait.rank}"
+        said.append(f"worker {rank} for {whom} {wait.what}")
+    more = len(waiting) - len(said)
+    return ", ".join(said) + (f" and {more} more" if more else "")

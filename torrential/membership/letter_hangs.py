@@ -13,9 +13,11 @@ observer is not.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from torrential.errors import RunFailed
 from torrential.membership import messages as m
+from torrential.membership.collective_hangs import in_words
 from torrential.membership.roles import Who
 from torrential.membership.roll import Member, Roll, Rules
 
@@ -33,7 +35,7 @@ class LetterHangs:
     def suspect(self, accuser: Member, message: m.Suspect) -> None:
         if accuser.role == "worker":
             self._complained[accuser.number] = self._roll.now
-        accused = self._roll.at(message.rank)
+        accused = self._roll.at(message.address)
         if accused is not None:
             self._ping(accused, f"{accuser.name} waited {message.seconds:.0f} s for it")
 
@@ -44,9 +46,10 @@ class LetterHangs:
             if accused is not None and accused is not member and silent >= self._timeout:
                 self._ping(accused, f"{member.name} waited {silent:.0f} s for it")
 
-    def end_hung(self, busy: list[Member], awaited: list[Member]) -> None:
-        """`busy`: workers that are not finished; `awaited`: those of them that others, who are, wait for. Raises
-        RunFailed if all wait for servers, and have done so for longer than it takes to find out who is hung."""
+    def end_hung(self, busy: list[Member], awaited: list[Member], others: Mapping[int, m.Overdue]) -> None:
+        """`busy`: workers that are not finished; `awaited`: those of them that others, who are, wait for; `others`: the
+        waits of workers for one another. Raises RunFailed if all wait, some of them for servers, and have done so for
+        longer than it takes to find out who is hung."""
         now = self._roll.now
         for worker in awaited:
             if now - worker.heard > self._timeout:
@@ -58,12 +61,14 @@ class LetterHangs:
                 del self._pinged[member.who]
                 self._stuck = None
                 self._roll.end(member, why)
-        if not busy or any(now - self._complained.get(w.number, -math.inf) > self._timeout for w in busy):
+        asking = [w for w in busy if now - self._complained.get(w.number, -math.inf) <= self._timeout]
+        if not asking or any(w not in asking and w.number not in others for w in busy):
             self._stuck = None
         elif self._stuck is None:
             self._stuck = now
         if self._stuck is not None and now - self._stuck > self._timeout + self._grace:
-            raise RunFailed(f"all workers wait for servers, though none of them is hung; {self._remedy}")
+            also = f", or for one another ({in_words(others)})" if others else ""
+            raise RunFailed(f"all workers wait for servers{also}, though none of them is hung; {self._remedy}")
 
     def _ping(self, member: Member, why: str) -> None:
         if not member.delayed and member.who not in self._pinged:

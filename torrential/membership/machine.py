@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torrential.comm.protocol import SERVERS
 from torrential.errors import RunFailed, WorkerFailed
 from torrential.membership import messages as m
 from torrential.membership.actions import Action
@@ -59,6 +58,8 @@ class Membership:
             m.Standing: lambda member, message, _: self._stands(member, message),
             m.Filled: lambda member, message, _: self._views.filled(member, message),
             m.Suspect: lambda member, message, _: self._suspect(member, message),
+            m.Overdue: lambda member, message, _: self._overdue(member, message),
+            m.Relieved: lambda member, message, _: self._collectives.relieved(member),
             m.Pong: lambda member, message, _: self._pong(member, message),
             m.Delayed: lambda member, message, _: setattr(member, "delayed", message.waiting),
             m.Left: lambda member, message, _: self._left(member, message),
@@ -95,7 +96,7 @@ class Membership:
     @property
     def deadline(self) -> float | None:
         """The time at which `wake` is to be called at the latest; None: it need not be."""
-        return self._views.due
+        return min((due for due in (self._views.due, self._collectives.due) if due is not None), default=None)
 
     def actions(self) -> Iterator[Action]:
         """The actions to carry out, in order; also those that follow while they are carried out."""
@@ -175,14 +176,16 @@ class Membership:
             self._roll.start(member.role, member.number)
 
     def wake(self, now: float) -> None:
-        """Publish what has been gathered until now."""
+        """Publish what has been gathered until now, and end workers that collectives have waited for in vain."""
         self._roll.now = now
         if self._views.due is not None and now >= self._views.due:
             self._views.renew()
+        self._collectives.end_hung()
 
     def tick(self, now: float) -> None:
         """Find members that hang, and end them; to be called many times a second where members may hang."""
         self._notice(now)
+        self._ticked = now
         self.wake(now)
         roll = self._roll
         self._observing.end_idle()
@@ -194,8 +197,7 @@ class Membership:
             raise RunFailed(f"{silent or 'the workers'} did not start within {limit:.0f} s; look for errors above")
         busy = [w for w in roll.workers.values() if not w.left or w is self._leaving.finisher]
         waits = not self._regroups and any(w.left for w in roll.workers.values())
-        self._letters.end_hung(busy, busy if waits else [])
-        self._collectives.end_hung()
+        self._letters.end_hung(busy, busy if waits else [], self._collectives.waiting)
         self._generations.end_silent()
 
     def _notice(self, now: float) -> None:
@@ -204,7 +206,7 @@ class Membership:
             self._back = now
             if self._generations.forming_since is not None:
                 self._generations.forming_since = now
-        self._ticked = self._roll.now = now
+        self._roll.now = now
 
     # -- joining --------------------------------------------------------------------------------------------------
     def _ready(self, member: Member, message: m.Ready) -> None:
@@ -314,6 +316,7 @@ class Membership:
         roll.show(member, "lost")
         roll.note("worker_lost", member.number)
         self._observing.gone(member)
+        self._collectives.relieved(member)
         if not roll.workers and (begun or not roll.is_starting("worker")) and not self._comes_back(member):
             said = f"all workers are gone ({member.name} {in_words(how)})"
             raise RunFailed(f"{said}; {self._rules.going_on()}")
@@ -357,15 +360,16 @@ class Membership:
 
     # -- hangs ----------------------------------------------------------------------------------------------------
     def _suspect(self, member: Member, message: m.Suspect) -> None:
-        if self._roll.now - self._back < self._rules.timeout:
-            return  # members may have waited for this process; whoever still waits will say so again
-        if message.rank < 0:
-            return self._collectives.suspect(member, message)
-        if not self._regroups or message.rank >= SERVERS:
-            return self._letters.suspect(member, message)
-        accused = self._roll.workers.get(message.rank)
-        if accused is not None and accused is not member and not accused.delayed:
-            self._roll.end(accused, f"{member.name} waited {message.seconds:.0f} s for it")
+        if not self._was_absent():
+            self._letters.suspect(member, message)
+
+    def _overdue(self, member: Member, message: m.Overdue) -> None:
+        if not self._was_absent():
+            self._collectives.overdue(member, message)
+
+    def _was_absent(self) -> bool:
+        """Whether members may have waited for this process; whoever still waits will say so again."""
+        return self._roll.now - self._back < self._rules.timeout
 
     def _pong(self, member: Member, message: m.Pong) -> None:
         if member.role == "worker":

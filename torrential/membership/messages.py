@@ -39,11 +39,23 @@ class Filled(MemberMessage, frozen=True):
 
 
 class Suspect(MemberMessage, frozen=True):
-    """The member at that address (-1: one of the other workers) has not answered for so long that it, or somebody whom
-    it waits for, must be hung."""
+    """The member at that address has not answered a letter for so long that it, or somebody whom it waits for, must be
+    hung."""
 
-    rank: int
-    seconds: float  # 0, with -1: not any more
+    address: int
+    seconds: float
+
+
+class Overdue(MemberMessage, frozen=True):
+    """This worker has waited for another for so long that this one, or somebody whom it waits for, must be hung."""
+
+    rank: int  # whom it waits for, as far as it knows; -1: it does not
+    what: str  # what it is waited for, as in "worker 1 waits for worker 0 to send a tensor"
+    seconds: float
+
+
+class Relieved(MemberMessage, frozen=True):
+    """The wait of this worker that was overdue has ended."""
 
 
 class Pong(MemberMessage, frozen=True):

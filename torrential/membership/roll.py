@@ -36,8 +36,6 @@ class Rules:
     """Seconds that the run had taken by then."""
     slots: int = 0
     """Snapshots that a worker keeps for the observer, each in a numbered slot that is handed back."""
-    algorithm: str = "auto"
-    """The algorithm by which workers sum, to be named where all wait for one another."""
     remedy: str = "run again"
     """The advice after a failure."""
     going_on: Callable[[], str] = lambda: "no checkpoint was made yet"

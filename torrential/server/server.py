@@ -121,14 +121,9 @@ class Server:
 
     # -- the other servers -------------------------------------------------------------------------------------------
     def _replicate(self, letter: Letter) -> None:
-        message = letter.message
-        for link in [self._links[start] for start in self._links if message.start <= start < message.stop]:
-            if link.before != letter.source:
-                continue  # a head that is none any more
-            if (link.start, link.stop) == (message.start, message.stop):
-                link.replicate(message, letter.tensors)
-            else:
-                link.lapse()
+        link = self._fitting(letter)
+        if link is not None:
+            link.replicate(letter.message, letter.tensors)
 
     def _replicated(self, letter: Letter) -> None:
         link = self._links.get(letter.message.start)
@@ -136,11 +131,22 @@ class Server:
             link.replicated(letter.message)
 
     def _state(self, letter: Letter) -> None:
-        message = letter.message
-        link = self._links.get(message.start)
-        if link is not None and link.before == letter.source and link.stop == message.stop:
-            link.restore(Shard.restored(self.store, self._handlers, message, letter.tensors))
+        link = self._fitting(letter)
+        if link is not None:
+            link.restore(Shard.restored(self.store, self._handlers, letter.message, letter.tensors))
             self._say_filled()
+
+    def _fitting(self, letter: Letter) -> ChainLink | None:
+        """The link that a letter of the server before it is for; None if this server has cut that range since. Then
+        the pieces lack what the letter brought, and ask for it."""
+        message = letter.message
+        for link in [self._links[start] for start in self._links if message.start <= start < message.stop]:
+            if link.before != letter.source:
+                continue  # a head that is none any more
+            if (link.start, link.stop) == (message.start, message.stop):
+                return link
+            link.lapse()
+        return None
 
     # -- views -------------------------------------------------------------------------------------------------------
     def _adopt(self, view: View) -> None:

@@ -1,7 +1,7 @@
 """What must hold in a run, whatever happens to it: looked at between any two events, and at the end.
 
-- the members of an all-reduce have the same parameters, bit for bit, after the same number of steps; and in the end
-  those that plain training on the joined batches comes to
+- the members of an all-reduce have the same parameters, bit for bit, after the same number of steps; in the end these,
+  and those of every checkpoint, are what plain training on the joined batches comes to: testing/plain.py
 - pushes: testing/ledger.py
 - of workers that execute a clock, none is more than `staleness` clocks ahead of another (server/consistency.py)
 - every range's replicas are equal to its head once nothing is under way
@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from torrential.comm.protocol import SERVERS, Letter
-from torrential.data.batches import Batches
-from torrential.data.deal import Deal, order
 from torrential.membership.machine import Membership
 from torrential.server.messages import Done, Push, Range, Refused, Take
 from torrential.server.server import Server
@@ -26,8 +24,8 @@ from torrential.server.shard import Shard
 from torrential.strategies.base import needs_servers
 from torrential.testing.events import EVENTS, Happened
 from torrential.testing.ledger import Ledger
+from torrential.testing.plain import PlainTraining
 from torrential.trainer.context import RoleContext
-from torrential.trainer.randomness import seed_all
 from torrential.trainer.server_plan import ServerPlan
 from torrential.trainer.snapshot import Snapshot
 from torrential.worlds.base import Job
@@ -60,10 +58,13 @@ class Audit:
         self._taken: dict[int, int] = {}  # samples, by step
         self.lost = ""  # what is gone, so that the run may fail
         self._ledger: Ledger | None = None
+        self._plain: PlainTraining | None = None
         if needs_servers(job.strategy):
             plan = ServerPlan(job.task, job.config, job.strategy)
             self._consistency = plan.consistency
             self._ledger = Ledger(plan.initial().parameters, plan.consistency, self._complain)
+        else:
+            self._plain = PlainTraining(job, self._complain)
 
     def _complain(self, what: str) -> None:
         """Note a violation inside of a role; it is raised between events."""
@@ -85,8 +86,11 @@ class Audit:
         self._steps[address] = 0
 
     def snapshot(self, snapshot: Snapshot, flat: Mapping[str, Tensor]) -> None:
-        """What a checkpoint holds. Not looked at where letters are lost, for marks count on those before them
-        (server/copies.py), nor where the first few pushes make a step: these may be others on another range."""
+        """What a checkpoint holds. With servers it is not looked at where letters are lost, for marks count on those
+        before them (server/copies.py), nor where the first few pushes make a step: these may be others on another
+        range."""
+        if self._plain is not None:
+            self._plain.saved(snapshot, flat)
         if self._ledger is None or snapshot.dealer is None or not self._linear:
             return
         if not self._hub.cluster.accidents.loss and self._consistency.first is None:
@@ -197,30 +201,12 @@ class Audit:
             self._taken[step] = worker.progress.samples - sum(self._taken.get(s, 0) for s in range(1, step))
 
     def _compare_with_plain_training(self, finished: bool) -> None:
-        config, task = self._job.config, self._job.task
-        workers = [w for w in self._roles.values() if isinstance(w, RoleContext)]
-        steps, samples = workers[0].step, config.epochs * config.samples
-        if len({w.step for w in workers}) > 1 or (finished and any(w.progress.samples != samples for w in workers)):
-            self._complain(
-                f"not all of it was done: {[(w.step, w.progress.samples) for w in workers]} of {samples} samples"
-            )
-            return
-        model = _fresh(self._job)
-        optimizer = task.optimizer.build(model.parameters())
-        deal, batches = Deal(config.samples, config.seed), Batches(task.train)
-        for step in range(1, steps + 1):
-            taken = self._taken[step]
-            joined = order(config.samples, config.seed, deal.epoch)[deal.cursor : deal.cursor + taken]
-            inputs, targets = batches.fetch(joined)
-            optimizer.zero_grad()
-            task.loss(model(inputs), targets).backward()
-            optimizer.step()
-            deal.advance(taken)
-        for worker in workers:
-            for mine, plain in zip(worker.replica.model.parameters(), model.parameters(), strict=True):
-                off = float((mine - plain).detach().abs().max())
-                if off > 1e-9:
-                    self._complain(f"worker {worker.comm.rank} is off plain training by {off} after {steps} steps")
+        assert self._plain is not None
+        workers = {w.comm.rank: w for w in self._roles.values() if isinstance(w, RoleContext)}
+        places = {f"worker {rank}": (w.step, w.progress.samples) for rank, w in workers.items()}
+        self._plain.check_ends(places, finished)
+        self.raise_violation()
+        self._plain.check_parameters(self._taken, {rank: w.replica.model for rank, w in workers.items()})
 
     # -- servers --------------------------------------------------------------------------------------------------
     def _check_servers(self, finished: bool) -> None:
@@ -268,8 +254,3 @@ class Audit:
             names.append("parameters")
         if names:
             self._complain(f"a replica of {r.start} to {r.stop} differs from its head in {', '.join(names)}")
-
-
-def _fresh(job: Job) -> torch.nn.Module:
-    seed_all(torch.device("cpu"), job.config.seed, 0)
-    return job.task.model()

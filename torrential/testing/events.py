@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from torrential.comm.protocol import Letter, role_name
-from torrential.membership.messages import Roster
+from torrential.membership.messages import Pong, Roster
 from torrential.worlds.sim.comm import SimMessenger
 from torrential.worlds.sim.group import SimMembership
 from torrential.worlds.sim.kernel import SimRole
@@ -21,13 +21,13 @@ Happened = tuple[float, Callable[..., None], tuple[Any, ...]]  # when, what was 
 
 
 def last(events: Iterable[Happened]) -> list[str]:
-    """The last events without the turns of roles: what these do shows in their messages."""
-    lines = [f"  {time:10.6f}  {_words(do, args)}" for time, do, args in events if not _is_turn(do)]
+    """The last events without the turns of roles, which show in their messages, and without signs of life."""
+    lines = [f"  {time:10.6f}  {_words(do, args)}" for time, do, args in events if _says_something(do, args)]
     return lines[-SHOWN:]
 
 
-def _is_turn(do: Callable[..., None]) -> bool:
-    return isinstance(getattr(do, "__self__", None), SimRole)
+def _says_something(do: Callable[..., None], args: tuple[Any, ...]) -> bool:
+    return not isinstance(getattr(do, "__self__", None), SimRole) and not any(isinstance(a, Pong) for a in args)
 
 
 def _words(do: Callable[..., None], args: tuple[Any, ...]) -> str:

@@ -6,6 +6,9 @@ gradient that was applied. So a push that was lost, doubled, or applied to the w
     acknowledged on a range   it is in there exactly once
     answered as dropped       it is not in there
     not answered              its worker died: on every range it may be in there once, or not
+
+A checkpoint holds the pushes whose samples its dealer counts as used. Of one that its worker did not live to see
+answered everywhere, some ranges may have their part though the first, whose dealer knows the samples, has not.
 """
 
 from __future__ import annotations
@@ -105,15 +108,17 @@ class Ledger:
 
     # -- sums -----------------------------------------------------------------------------------------------------
     def explain(self, vector: Tensor, table: Iterable[Range], what: str, dealer: Dealer | None = None) -> None:
-        """Check that these parameters are what the pushes made them; with `dealer`: the pushes whose samples it counts
-        as used, however they were answered."""
+        """Check that these parameters are what the pushes made them; with `dealer`: those of a checkpoint."""
         pushes = [p for p in self._pushes.values() if p.adds]
+        partial: list[Pushed] = []
         if dealer is not None:
-            pushes = [p for p in pushes if p.lease and used(dealer, self._samples[p.lease])]
+            leased = [p for p in pushes if p.lease]
+            pushes = [p for p in leased if used(dealer, self._samples[p.lease])]
+            partial = [p for p in leased if p not in pushes and p.orphaned and not p.applied.all()]
         for r in table:
             here = slice(r.start, r.stop)
             left = self._initial[here] - vector[here]
-            unsure = []
+            unsure = [p.rate * p.values[here] for p in partial]
             for push in pushes:
                 moved = push.rate * push.values[here]
                 if push.applied[here].all() or not (push.orphaned or push.dropped[here].any()):

@@ -11,8 +11,9 @@ member behind the others takes over their state.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from safetensors.torch import load as unpack
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import Agreement, Comm, Handle
-from torrential.errors import Regrouped, RunFailed
+from torrential.errors import Regrouped, RunFailed, UnequalSizes
 from torrential.params.base import Finished, Parameters
 from torrential.strategies.context import Decision, Vote
 from torrential.trainer.data import TrainingData
@@ -55,6 +56,7 @@ class Rounds:
         self._comm, self._data, self._replica, self._state = comm, data, replica, state
         self._progress, self._snapshots, self._checkpoint, self._dry = progress, snapshots, checkpoint, dry
         self.ballot: Handle | None = None
+        self._size = 0  # numbers of this member's ballot
         self.applied = -1  # steps taken; -1 before anything was agreed
         self._conclude: Callable[[Decision], None] = lambda decision: None
 
@@ -90,11 +92,25 @@ class Rounds:
             raise RunFailed(f"propose returned {vote!r}; it must return a tt.Vote")
         head = [vote.loss * vote.samples if vote.samples else 0.0, vote.samples, self._comm.stop_requested()]
         mine = torch.tensor([*head, *vote.numbers], dtype=torch.float64)
-        self.ballot = Finished(mine[None]) if len(self._comm.members) == 1 else self._comm.all_gather(mine)
+        self._size = mine.numel()
+        with self._equally_many():
+            self.ballot = Finished(mine[None]) if len(self._comm.members) == 1 else self._comm.all_gather(mine)
+
+    @contextlib.contextmanager
+    def _equally_many(self) -> Iterator[None]:
+        """Say whose votes have how many numbers, if they differ."""
+        try:
+            yield
+        except UnequalSizes as error:
+            scale = self._size / error.sizes[self._comm.rank]  # where others' votes were passed on, they are several
+            numbers = {rank: round(size * scale) - _FIRST for rank, size in error.sizes.items()}
+            given = ", ".join(f"{count} on worker {rank}" for rank, count in sorted(numbers.items()))
+            raise RunFailed(f"Vote.numbers must be equally many on all members ({given})") from error
 
     def _take_step(self) -> None:
         assert self.ballot is not None
-        votes: Tensor = self.ballot.wait()  # (members, _FIRST + numbers)
+        with self._equally_many():
+            votes: Tensor = self.ballot.wait()  # (members, _FIRST + numbers)
         losses = votes[:, _LOSS].tolist()
         for rank, loss in zip(self._comm.members, losses, strict=True):
             if not math.isfinite(loss):

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from torrential.comm.order import InOrder
 from torrential.params.layout import Bucket, Layout
+
+
+def _tell(watch: weakref.ref[BackwardWatch], index: int, _: Tensor) -> None:
+    """The hook of a parameter. The garbage collector does not see hooks, so that one which held the watch, and by that
+    the parameter, would keep a simulated worker's model until the process ends."""
+    if (there := watch()) is not None:
+        there._arrived(index)
 
 
 class BackwardWatch:
@@ -22,7 +31,7 @@ class BackwardWatch:
         self._armed = False
         self._places = {parameter: index for index, parameter in enumerate(parameters)}
         for index, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._arrived(i))
+            parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), index))
 
     def begin(self, ready: Callable[[Bucket], None]) -> None:
         self._order = InOrder(lambda place: ready(self._buckets[place]))

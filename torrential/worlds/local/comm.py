@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torrential.comm.carrier import Operation
 from torrential.comm.choosing import Chooser
 from torrential.comm.hierarchical import HierarchicalCarrier
 from torrential.comm.letterbox import LetterBox
@@ -61,31 +60,26 @@ class LocalComm(LocalMail):
             )
         else:
             self._small = ScheduledCarrier(rank, self.meter, self.check, settings.timeout, messenger)
-        self._complain_for(self._small)
+        self._small.complaints = self
         self._groups: dict[tuple[int, ...], SharedCarrier | ScheduledCarrier] = {}  # of this generation
         self._points = PointToPoint(
             self._box_of_parcels() if messenger is None else messenger,
             self.meter,
             self.check,
             settings.timeout,
-            lambda waited: self._link.send(m.Suspect(-1, waited)),
-            self._relieved,
+            self,
         )
         self._native = None
         self._group_of_torch: NativeCarrier | None = None
         if backend is not None:
             self._native = NativeCarrier(rank, self.meter, self.check, settings.timeout, backend)
-            self._native.overdue = lambda waited: self._link.send(m.Suspect(-1, waited))
-            self._native.relieved = self._relieved
+            self._native.complaints = self
         self.chooser: Chooser | None = None  # where there is something to choose
         if messenger is not None and settings.algorithm == "auto":
             names = [*ALGORITHMS, *([] if self._native is None else ["native"])]
             self.chooser = Chooser(
                 self, lambda name, tensor: self._all_reduce(name, tensor).wait(), names, settings.transport, kept
             )
-
-    def _complain_for(self, carrier: SharedCarrier | ScheduledCarrier) -> None:
-        carrier.overdue, carrier.relieved = self._suspect, lambda operation: self._relieved(operation.indirect)
 
     def _shared(self, name: str, meter: Meter) -> SharedCarrier:
         counters = self._buffers.get(f"counters{name}", MAX_RANKS * 2 * WORDS, torch.int64, None)
@@ -152,7 +146,7 @@ class LocalComm(LocalMail):
                 carrier = ScheduledCarrier(
                     self.rank, self.meter, self.check, self._settings.timeout, self._messenger, f"{name}:"
                 )
-            self._complain_for(carrier)
+            carrier.complaints, carrier.among = self, f" among workers {', '.join(map(str, members))}"
             carrier.regroup(self.generation, members)
             self._groups[members] = carrier
         return self._groups[members]
@@ -179,14 +173,13 @@ class LocalComm(LocalMail):
         if self._link.newest_generation > self.generation:
             raise Regrouped(self._link.newest_generation)
 
-    def _suspect(self, operation: Operation, waited: float) -> None:
-        """Somebody is hung: have it ended. The regrouping that follows ends our wait. Where the one we wait for may be
-        waiting too, the supervisor finds out who is not."""
-        self._link.send(m.Suspect(-1 if operation.indirect else operation.lagging(), waited))
+    # implements comm.protocol.Complaints: the supervisor finds out who is hung and ends it, and the regrouping that
+    # follows ends our wait
+    def overdue(self, rank: int, what: str, seconds: float) -> None:
+        self._link.send(m.Overdue(rank, what, seconds))
 
-    def _relieved(self, complained: bool = True) -> None:
-        if complained:
-            self._link.send(m.Suspect(-1, 0.0))
+    def relieved(self) -> None:
+        self._link.send(m.Relieved())
 
     def regroup(self, stand: Callable[[], int]) -> Agreement:
         go = meet(self, stand)

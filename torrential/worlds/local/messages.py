@@ -13,12 +13,14 @@ from torrential.membership.messages import Go as Go
 from torrential.membership.messages import Gone as Gone
 from torrential.membership.messages import Left as Left
 from torrential.membership.messages import MemberMessage
+from torrential.membership.messages import Overdue as Overdue
 from torrential.membership.messages import OwnStates as OwnStates
 from torrential.membership.messages import Ping as Ping
 from torrential.membership.messages import Pong as Pong
 from torrential.membership.messages import Probe as Probe
 from torrential.membership.messages import Ready as Ready
 from torrential.membership.messages import Regroup as Regroup
+from torrential.membership.messages import Relieved as Relieved
 from torrential.membership.messages import Roster as Roster
 from torrential.membership.messages import SnapshotDone as SnapshotDone
 from torrential.membership.messages import Standing as Standing
@@ -72,8 +74,8 @@ class Noted(MemberMessage, frozen=True):
 
 
 FromChild = (
-    Hello | BufferWanted | Stopped | Standing | Recorded | SnapshotTaken | OwnStates | SnapshotDone | Suspect | Ready
-    | Filled | Pong | Alive | Left | Delayed | Failed | Stop
+    Hello | BufferWanted | Stopped | Standing | Recorded | SnapshotTaken | OwnStates | SnapshotDone | Suspect | Overdue
+    | Relieved | Ready | Filled | Pong | Alive | Left | Delayed | Failed | Stop
 )  # fmt: skip
 ToChild = (
     Granted | BufferRefused | Regroup | AllStopped | Go | Roster | Stop | Gone | Back | Noted | Ping | Probe | Finish

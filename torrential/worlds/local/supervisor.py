@@ -71,7 +71,6 @@ def rules_of(job: Job) -> Rules:
         resumed=job.checkpoint is not None,
         elapsed=job.elapsed,
         slots=SLOTS,
-        algorithm=settings.algorithm,
         remedy=resuming(job.directory),
         going_on=lambda: going_on(job.directory),
     )

@@ -115,8 +115,9 @@ class SimComm(SimMail):
         self._dismissed = self._asked = False
         self.messenger = SimMessenger(self)
         self.carrier = ScheduledCarrier(rank, self.meter, self.check, config.settings.timeout, self.messenger)  # type: ignore[arg-type]
+        self.carrier.complaints = self
         self._groups: dict[tuple[int, ...], SimGroup] = {}  # of this generation
-        self._points = PointToPoint(self.messenger, self.meter, self.check, config.settings.timeout)
+        self._points = PointToPoint(self.messenger, self.meter, self.check, config.settings.timeout, self)
         self._seconds_per_sample, self._batch = seconds_per_sample, 0
         self._later: list[tuple[float, Callable[[], None]]] = []
 
@@ -200,6 +201,7 @@ class SimComm(SimMail):
                 self.messenger,  # type: ignore[arg-type]
                 f"{','.join(map(str, members))}:",
             )
+            carrier.complaints, carrier.among = self, f" among workers {', '.join(map(str, members))}"
             carrier.regroup(self.generation, members)
             self._groups[members] = SimGroup(carrier)
         return self._groups[members]
@@ -275,6 +277,13 @@ class SimComm(SimMail):
         self.check()
         self._asked = False
         return True
+
+    # implements comm.protocol.Complaints
+    def overdue(self, rank: int, what: str, seconds: float) -> None:
+        self.tell(m.Overdue(rank, what, seconds))
+
+    def relieved(self) -> None:
+        self.tell(m.Relieved())
 
     def suspect(self, address: int, seconds: float) -> None:
         """Nobody hangs here, and who is dead is known: the two are cut off, or all wait for one another."""

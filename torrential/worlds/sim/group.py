@@ -79,25 +79,30 @@ class SimMembership:
         self.membership.revive(address, self._hub.kernel.now)
         self._carry_out()
 
-    def _wake(self) -> None:
-        self._wakes_at = None
-        self.membership.wake(self._hub.kernel.now)
-        self._carry_out()
+    def _wake(self, planned: float) -> None:
+        if self._wakes_at == planned:
+            self._wakes_at = None
+        try:
+            self.membership.wake(self._hub.kernel.now)
+        finally:
+            self._carry_out()
 
     # -- what is to be done ---------------------------------------------------------------------------------------
     def _carry_out(self) -> None:
         for action in self.membership.actions():
             self._do(action)
         due = self.membership.deadline
-        if due is not None and self._wakes_at is None:
+        if due is not None and (self._wakes_at is None or due < self._wakes_at):
             self._wakes_at = due
-            self._hub.kernel.at(due, self._wake)
+            self._hub.kernel.at(due, self._wake, due)
 
     def _do(self, action: Action) -> None:
         kernel = self._hub.kernel
         match action:
             case Tell(to, message, tensors) if to.address == OBSERVER:
                 self._stage.observe(message, tensors)
+            case Tell(to, m.Ping()):
+                kernel.after(0.0, self.hear, to, m.Pong())  # nobody hangs here
             case Tell(to, message):
                 kernel.after(self._hub.cluster.network.latency, self.deliver, to, message)
             case Start(who):

@@ -88,7 +88,6 @@ def rules_of(job: Job) -> Rules:
         replicas=settings.replicas,
         resumed=job.checkpoint is not None,
         elapsed=job.elapsed,
-        algorithm=settings.algorithm,
         remedy=resuming(job.directory),
         going_on=lambda: going_on(job.directory),
     )

@@ -1,0 +1,83 @@
+"""Plain training on the joined batches, which members of an all-reduce and their checkpoints must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from torrential.data.batches import Batches
+from torrential.data.deal import Deal, order
+from torrential.params.layout import plan
+from torrential.trainer.randomness import seed_all
+from torrential.trainer.snapshot import Snapshot, load_flat
+from torrential.worlds.base import Job
+
+TOLERANCE = 1e-9  # of float64; sums are taken in another order
+
+
+class PlainTraining:
+    """The checkpoints of one run of an all-reduce, and what they are compared with at its end."""
+
+    def __init__(self, job: Job, complain: Callable[[str], None]) -> None:
+        self._job, self._complain = job, complain
+        self._saved: list[tuple[Snapshot, Mapping[str, Tensor]]] = []
+
+    def saved(self, snapshot: Snapshot, flat: Mapping[str, Tensor]) -> None:
+        """Keep what a checkpoint holds."""
+        self._saved.append((snapshot, flat))
+
+    def check_ends(self, workers: Mapping[str, tuple[int, int]], finished: bool) -> None:
+        """Check that the last checkpoint is of the run's end, and that all workers that are there came to it.
+        `workers`: steps and samples by name; `finished`: whether all epochs were to be done."""
+        ends = dict(workers)
+        if self._saved and self._saved[-1][0].final:
+            last = self._saved[-1][0]
+            ends["the last checkpoint"] = last.step, last.samples
+        else:
+            self._complain("no checkpoint was made of the end")
+        wanted = self._job.config.epochs * self._job.config.samples
+        if len(set(ends.values())) > 1 or (finished and any(samples != wanted for _, samples in ends.values())):
+            self._complain(f"not all of it was done: {ends} (steps and samples, of {wanted} samples)")
+
+    def check_parameters(self, taken: Mapping[int, int], workers: Mapping[int, nn.Module]) -> None:
+        """Check checkpoints, and the workers that are there at the end, against plain training. `taken`: the samples of
+        each step, by its number."""
+        steps = self._saved[-1][0].step
+        sizes = [taken[step] for step in range(1, steps + 1)]
+        samples = [0, *accumulate(sizes)]
+        saved = self._job.task.model()
+        for step, model in enumerate(self._train(sizes)):
+            for snapshot, flat in [(s, flat) for s, flat in self._saved if s.step == step]:
+                load_flat(saved, plan(saved, 1), flat)
+                self._compare(f"the checkpoint at {step}", saved, model, step)
+                if snapshot.samples != samples[step]:
+                    self._complain(f"the checkpoint at {step} is of {snapshot.samples} samples, not {samples[step]}")
+        for rank, mine in workers.items():
+            self._compare(f"worker {rank}", mine, model, steps)
+
+    def _train(self, sizes: list[int]) -> Iterator[nn.Module]:
+        """The model before the first step, and after each, of so many samples."""
+        config, task = self._job.config, self._job.task
+        seed_all(torch.device("cpu"), config.seed, 0)
+        model = task.model()
+        yield model
+        optimizer = task.optimizer.build(model.parameters())
+        deal, batches = Deal(config.samples, config.seed), Batches(task.train)
+        for size in sizes:
+            joined = order(config.samples, config.seed, deal.epoch)[deal.cursor : deal.cursor + size]
+            inputs, targets = batches.fetch(joined)
+            optimizer.zero_grad()
+            task.loss(model(inputs), targets).backward()
+            optimizer.step()
+            deal.advance(size)
+            yield model
+
+    def _compare(self, whose: str, mine: nn.Module, plain: nn.Module, steps: int) -> None:
+        off = max(
+            float((a - b).detach().abs().max()) for a, b in zip(mine.parameters(), plain.parameters(), strict=True)
+        )
+        if off > TOLERANCE:
+            self._complain(f"{whose} is off plain training by {off} after {steps} steps")
