@@ -123,7 +123,7 @@ def test_the_first_generation_begins_the_time_of_the_run() -> None:
     scene.now = 100.0
     scene.agree(-1)
     assert scene.machine.began == 95.0
-    assert scene.heard(1, m.Go) == [m.Go(1, [0, 1], ["", ""], [0, 0], 0, -1, [1], 95.0)]
+    assert scene.heard(1, m.Go) == [m.Go(1, [0, 1], 0, -1, [1], 95.0)]
     assert "regrouped" not in names(scene) and scene.states == {0: "training", 1: "training"}
 
 
@@ -466,7 +466,7 @@ class World:
                 case Start(who):
                     assert who.address not in self.roles
                     self.roles[who.address] = Role(who, self)
-                    self.machine.greeted(who, f"letters of {who}", f"peers of {who}", self.now)
+                    self.machine.greeted(who, f"letters of {who}", self.now)
                 case Tell(to, message):
                     assert to != known_dead
                     self.check(message)

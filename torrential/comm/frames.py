@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torrential.comm import wire
 
-AT_ONCE = 1 << 17  # bytes of a payload that the kernel is asked for at once: while they come they stay in the cache
+AT_ONCE = 1 << 22  # bytes of a payload that the kernel is asked for at once
 STRAIGHT = 1 << 14  # bytes; as much of a payload as this is read straight to where it belongs
 MOST_VIEWS = 4096  # of others' memory, kept because the same pieces come again and again
 _NAMES = {dtype: name for name, dtype in wire.DTYPES.items()}
@@ -87,15 +87,16 @@ class Frames:
         self._letter: tuple[Any, list[Tensor]] | None = None  # the header has come
         self._missing: list[memoryview] = []  # of its payload
         self._views: dict[tuple[object, ...], Tensor] = {}
-        self._straight = self._landed = False
+        self._landed = False
+        self.straight = False  # whether `room` is the place of a payload itself
 
     def room(self) -> memoryview:
-        self._straight = bool(self._missing) and self._missing[0].nbytes >= STRAIGHT
-        return self._missing[0][:AT_ONCE] if self._straight else self._ahead[self._held :]
+        self.straight = bool(self._missing) and self._missing[0].nbytes >= STRAIGHT
+        return self._missing[0][:AT_ONCE] if self.straight else self._ahead[self._held :]
 
     def filled(self, count: int) -> Iterator[tuple[Any, list[Tensor]]]:
         """The letters that are complete by now."""
-        if self._straight:
+        if self.straight:
             self._missing[0] = self._missing[0][count:]
         else:
             self._held += count
