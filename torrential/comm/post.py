@@ -204,7 +204,7 @@ class Post:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         self._take_over()
         while not self._arrived:
-            ready = self._read_until(deadline)
+            ready = self._read_until(0.0 if self._stopped else deadline)
             if not self._arrived and ((self._stopped and not ready) or time.monotonic() >= deadline):
                 return None
         return self._arrived.popleft()
@@ -247,7 +247,7 @@ class Post:
         began = time.monotonic()
         ready: list[tuple[int, int]] = []
         timeout = min(deadline - began, self._patience(began))
-        if self._stopped or timeout <= 0.0:
+        if timeout <= 0.0:
             return ready
         if self._brisk:
             limit = began + min(timeout, BRISK_SECONDS)
