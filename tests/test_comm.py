@@ -31,6 +31,7 @@ from torrential.comm.protocol import ALIGNMENT, Meter, Part, slices
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.shared import MAIL_BYTES, SMALL_BYTES, WORDS, SharedCarrier
 from torrential.errors import Regrouped, WaitedTooLong
+from torrential.worlds.local.comm import LocalComm
 
 KINDS = ("shared", "unix", "tcp")
 RANKS = (0, 2, 3, 6, 7)  # not contiguous: those in between have died
@@ -594,6 +595,32 @@ def test_the_owner_and_its_substitute_take_turns_and_nothing_is_lost(kind: str) 
         expected = [float(sum(RANKS[:3]) + 3 * number) for number in range(60)]
         assert g.run(program) == dict.fromkeys(RANKS[:3], expected)
         assert all(post._substitute is not None for post in g.posts.values())
+
+
+def test_what_is_expected_comes_while_a_worker_computes() -> None:
+    with two() as pair:
+        low, numel = pair.low, 500_000  # more than a socket holds
+        comm = LocalComm.__new__(LocalComm)
+        comm._channel = low
+        target = torch.zeros(numel)
+
+        def computing() -> None:
+            deadline = time.monotonic() + 10
+            while not low.arrived(2, "gradient"):  # and nobody reads here
+                assert time.monotonic() < deadline, "nothing came"
+                time.sleep(1e-3)
+
+        pair.high.send(0, "gradient", [torch.ones(numel)])
+        low.expect(2, "gradient", [target])
+        comm.compute(1, computing)
+        low.take(2, "gradient")
+        low.pause(0.0)  # the owner reads again
+        comm.compute(1, lambda: None)
+        assert not pair.group.posts[0]._away.is_set()  # nothing is expected
+        comm.reached(0.5, lambda: low.expect(2, "gradient", [target]))
+        pair.high.send(0, "gradient", [torch.full((numel,), 2.0)])
+        computing()
+        assert target.unique().tolist() == [2.0]
 
 
 def test_a_stranger_does_not_stay_by_saying_a_byte_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
