@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torrential.comm import wire
 
-AT_ONCE = 1 << 22  # bytes of a payload that the kernel is asked for at once
+AT_ONCE = 1 << 17  # bytes of a payload that the kernel is asked for at once: while they come they stay in the cache
 STRAIGHT = 1 << 14  # bytes; as much of a payload as this is read straight to where it belongs
 MOST_VIEWS = 4096  # of others' memory, kept because the same pieces come again and again
 _NAMES = {dtype: name for name, dtype in wire.DTYPES.items()}
@@ -90,9 +90,10 @@ class Frames:
         self._landed = False
         self.straight = False  # whether `room` is the place of a payload itself
 
-    def room(self) -> memoryview:
+    def room(self, most: int = AT_ONCE) -> memoryview:
+        """The memory that is to be filled next, of a large payload `most` bytes."""
         self.straight = bool(self._missing) and self._missing[0].nbytes >= STRAIGHT
-        return self._missing[0][:AT_ONCE] if self.straight else self._ahead[self._held :]
+        return self._missing[0][:most] if self.straight else self._ahead[self._held :]
 
     def filled(self, count: int) -> Iterator[tuple[Any, list[Tensor]]]:
         """The letters that are complete by now."""

@@ -35,14 +35,15 @@ from torch import Tensor
 
 from torrential.comm import wire
 from torrential.comm.admission import Admission
-from torrential.comm.frames import Frames, Landing, Memory, frame, nowhere, reader_of
+from torrential.comm.frames import AT_ONCE, Frames, Landing, Memory, frame, nowhere, reader_of
 from torrential.comm.outbox import Outbox, Outgoing
 from torrential.comm.protocol import Letter
 from torrential.errors import WaitedTooLong
 
 DIAL_SECONDS = 5.0
-READS = 16  # from one connection before the others have their turn, or a single one of a large payload
-MORE_SECONDS = 1e-3  # for which such a read waits, in all, for more to come
+READS = 16  # from one connection before the others have their turn
+ASLEEP = 1 << 22  # bytes of a collective's payload that one read may ask for, and sleep until they have come
+ASLEEP_SECONDS = 1e-3  # for as long as this at most
 AN_HOUR = 3600.0
 BRISK_SECONDS = 2e-4
 LOCAL_QUEUE = 1 << 18  # bytes that the kernel keeps for each direction of a tcp connection inside one host
@@ -88,8 +89,11 @@ class _Route(NamedTuple):
 class _Line:
     """One connection to another role."""
 
-    def __init__(self, sock: socket.socket, frames: Frames, outbox: Outbox, address: int, life: int) -> None:
-        self.sock, self.frames, self.outbox, self.address, self.life = sock, frames, outbox, address, life
+    frames: Frames
+    piece, flags = AT_ONCE, socket.MSG_DONTWAIT  # how a large payload is read: so many bytes at once, and how
+
+    def __init__(self, sock: socket.socket, outbox: Outbox, address: int, life: int) -> None:
+        self.sock, self.outbox, self.address, self.life = sock, outbox, address, life
 
 
 class Post:
@@ -180,6 +184,7 @@ class Post:
             outgoing.lose()
         else:
             line.outbox.send(*frame(message, tensors, self.memory if by_reference else None), outgoing)
+            self._brisk &= outgoing.done()  # else the thread that writes it needs the core
         return outgoing
 
     def _line_to(self, to: int) -> _Line | None:
@@ -266,16 +271,12 @@ class Post:
         frames = line.frames
         try:
             for _ in range(READS):
-                room = frames.room()
-                flags = socket.MSG_WAITALL if frames.straight else socket.MSG_DONTWAIT
-                got = line.sock.recv_into(room, 0, flags)
+                room = frames.room(line.piece)
+                got = line.sock.recv_into(room, 0, line.flags if frames.straight else socket.MSG_DONTWAIT)
                 if not got:
                     raise wire.Closed
                 for message, tensors in frames.filled(got):
                     self._take(line, message, tensors)
-                if frames.straight:
-                    self._brisk = False  # the rest is worth sleeping for
-                    return
                 if got < room.nbytes:
                     return
         except BlockingIOError:
@@ -297,9 +298,15 @@ class Post:
             route.deliver(line.address, message, tensors)
         self._events += 1
 
-    def _lands(self, source: int, message: Any) -> Sequence[Tensor] | None:
+    def _lands(self, line: _Line, message: Any) -> Sequence[Tensor] | None:
+        """Where the tensors of a letter land that begins to come in. Members of a collective write while they read, so
+        cores are better slept on than spent on looking what has come; a server or its worker only reads."""
         route = self._routes.get(type(message))
-        return self._landing(message) if route is None else route.landing(source, message)
+        if route is None:
+            line.piece, line.flags = AT_ONCE, socket.MSG_DONTWAIT
+            return self._landing(message)
+        line.piece, line.flags = ASLEEP, socket.MSG_WAITALL
+        return route.landing(line.address, message)
 
     # -- reading while the owner computes ---------------------------------------------------------------------------
     def read_meanwhile(self) -> None:
@@ -329,10 +336,9 @@ class Post:
         return self._admission.strangers
 
     def _add(self, sock: socket.socket, address: int, life: int) -> _Line:
-        frames = Frames(self._decoder, self.memory, partial(self._lands, address))
-        outbox = Outbox(partial(wire.write, sock), self._wake)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(1e6 * MORE_SECONDS)))
-        line = _Line(sock, frames, outbox, address, life)
+        line = _Line(sock, Outbox(partial(wire.write, sock), self._wake), address, life)
+        line.frames = Frames(self._decoder, self.memory, partial(self._lands, line))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(1e6 * ASLEEP_SECONDS)))
         self._lines[sock.fileno()] = line
         self._epoll.register(sock, select.EPOLLIN)
         return line
