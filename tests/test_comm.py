@@ -22,15 +22,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from torrential.comm import messenger as messaging
 from torrential.comm import wire
 from torrential.comm.admission import MOST_STRANGERS
 from torrential.comm.carrier import Carrier
-from torrential.comm.messenger import Messenger, PeerGreeting, TensorMessage, exchange_markers
+from torrential.comm.channel import PostChannel, TensorLetter
+from torrential.comm.post import Contact, Post
 from torrential.comm.protocol import ALIGNMENT, Meter, Part, slices
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.shared import MAIL_BYTES, SMALL_BYTES, WORDS, SharedCarrier
-from torrential.errors import PeerLost, Regrouped, UnequalSizes, WaitedTooLong
+from torrential.errors import Regrouped, UnequalSizes, WaitedTooLong
+from torrential.worlds.local.comm import LocalComm
 
 KINDS = ("shared", "unix", "tcp")
 RANKS = (0, 2, 3, 6, 7)  # not contiguous: those in between have died
@@ -71,7 +72,8 @@ class Group:
         self.memory = Memory()
         self.news = 1  # the newest generation
         self.generations = dict.fromkeys(ranks, 0)
-        self.messengers: dict[int, Messenger] = {}
+        self.posts: dict[int, Post] = {}
+        self.channels: dict[int, PostChannel] = {}
         self.carriers: dict[int, Any] = {}
         name = secrets.token_hex(8)
         for rank in ranks:
@@ -83,8 +85,11 @@ class Group:
                 )  # fmt: skip
             else:
                 address = "tcp:127.0.0.1:0" if kind == "tcp" else f"unix:@torrential-{name}-{rank}"
-                self.messengers[rank] = Messenger(rank, 0, address, TOKEN)
-                self.carriers[rank] = ScheduledCarrier(rank, Meter(), check, timeout, self.messengers[rank])
+                self.posts[rank] = Post(rank, 0, address, TOKEN, TensorLetter)
+                self.channels[rank] = PostChannel(self.posts[rank])
+                self.carriers[rank] = ScheduledCarrier(rank, Meter(), check, timeout, self.channels[rank])
+        for post in self.posts.values():
+            post.know({rank: Contact(other.where, 0) for rank, other in self.posts.items()})
         self.regroup(1, ranks)
 
     def _check(self, rank: int) -> Callable[[], None]:
@@ -99,10 +104,8 @@ class Group:
 
         def one(carrier: Carrier) -> None:
             self.generations[carrier.rank] = generation
-            if self.messengers:
-                mine = self.messengers[carrier.rank]
-                mine.regroup(generation, {r: (self.messengers[r].address, 0) for r in ranks if r != carrier.rank})
-                exchange_markers(mine, ranks, carrier.check, 5.0)
+            if self.channels:
+                self.channels[carrier.rank].regroup(generation)
             carrier.regroup(generation, ranks)
 
         self.run(one)
@@ -120,8 +123,8 @@ class Group:
         return tensor
 
     def close(self) -> None:
-        for messenger in self.messengers.values():
-            messenger.close()
+        for post in self.posts.values():
+            post.close()
 
 
 @contextlib.contextmanager
@@ -455,39 +458,58 @@ def test_members_may_come_back_in_a_later_generation(kind: str) -> None:
 
 
 # -- messages -----------------------------------------------------------------------------------------------------
+READERS = ("owner", "substitute")
+
+
+class Two:
+    """Two members, and how what comes is read: by whoever looks for it, or by a thread meanwhile."""
+
+    def __init__(self, group: Group, reader: str) -> None:
+        self.group, self.reader = group, reader
+        self.low, self.high = group.channels[0], group.channels[2]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, "waited in vain"
+            for post in self.group.posts.values():
+                post.read_meanwhile() if self.reader == "substitute" else post.poll()
+            time.sleep(1e-3)
+
+    def bring(self, name: str) -> None:
+        """Let a message of this name come from the high one to the low one."""
+        self.until(lambda: self.low.arrived(2, name))
+
+
 @contextlib.contextmanager
-def two_messengers(kind: str = "unix") -> Iterator[tuple[Messenger, Messenger]]:
+def two(kind: str = "unix", reader: str = "owner") -> Iterator[Two]:
     with group(kind, (0, 2)) as g:
-        yield g.messengers[0], g.messengers[2]
+        yield Two(g, reader)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(1e-3)
-
-
+@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_a_payload_lands_in_the_tensor_that_was_named_for_it(kind: str) -> None:
-    with two_messengers(kind) as (low, high):
+def test_a_payload_lands_in_the_tensor_that_was_named_for_it(kind: str, reader: str) -> None:
+    with two(kind, reader) as pair:
         target = torch.zeros(300_000)
         place = target.data_ptr()
-        low.expect(2, "gradient", [target])
+        pair.low.expect(2, "gradient", [target])
         values = torch.randn(300_000)
-        sent = high.send(0, "gradient", [values])
-        until(lambda: low.arrived(2, "gradient"))
+        sent = pair.high.send(0, "gradient", [values])
+        pair.bring("gradient")
         assert torch.equal(target, values)  # before anybody takes it: it was received right there
-        (taken,) = low.take(2, "gradient")
+        (taken,) = pair.low.take(2, "gradient")
         assert taken.data_ptr() == place and torch.equal(taken, values)
-        assert not low.arrived(2, "gradient")
-        until(sent.done)
+        assert not pair.low.arrived(2, "gradient") and not pair.low._expected
+        pair.until(sent.done)
 
 
-def test_a_message_that_came_too_early_lies_in_fresh_memory() -> None:
-    with two_messengers() as (low, high):
-        high.send(0, "early", [torch.arange(5), torch.ones(2, 3)])
-        until(lambda: low.arrived(2, "early"))
+@pytest.mark.parametrize("reader", READERS)
+def test_a_message_that_came_too_early_lies_in_fresh_memory(reader: str) -> None:
+    with two(reader=reader) as pair:
+        low = pair.low
+        pair.high.send(0, "early", [torch.arange(5), torch.ones(2, 3)])
+        pair.bring("early")
         first, second = torch.zeros(5, dtype=torch.int64), torch.zeros(6)
         low.expect(2, "early", [first, second])
         taken = low.take(2, "early")
@@ -495,129 +517,155 @@ def test_a_message_that_came_too_early_lies_in_fresh_memory() -> None:
         assert not low._expected and first.tolist() == [0] * 5
 
 
-def test_two_large_messages_may_cross_each_other() -> None:
-    with two_messengers("tcp") as (low, high):
+@pytest.mark.parametrize("reader", READERS)
+def test_two_large_messages_may_cross_each_other(reader: str) -> None:
+    with two("tcp", reader) as pair:
         numel = 4_000_000  # more than the buffers of both sockets together
         targets = [torch.zeros(numel), torch.zeros(numel)]
-        low.expect(2, "large", [targets[0]])
-        high.expect(0, "large", [targets[1]])
-        for me, other in ((low, 2), (high, 0)):
-            me.send(other, "large", [torch.full((numel,), float(me.rank + 1))])
-        until(lambda: low.arrived(2, "large") and high.arrived(0, "large"))
-        assert targets[0].unique().tolist() == [3.0] and targets[1].unique().tolist() == [1.0]
+        pair.low.expect(2, "large", [targets[0]])
+        pair.high.expect(0, "large", [targets[1]])
+        for me, other in ((pair.low, 2), (pair.high, 0)):
+            me.send(other, "large", [torch.full((numel,), float(other + 1))])
+        pair.until(lambda: pair.low.arrived(2, "large") and pair.high.arrived(0, "large"))
+        assert targets[0].unique().tolist() == [1.0] and targets[1].unique().tolist() == [3.0]
 
 
-def test_messages_of_an_earlier_generation_are_thrown_away() -> None:
-    with group("unix", (0, 2)) as g:
-        low, high = g.messengers[0], g.messengers[2]
-        target = torch.zeros(3)
+@pytest.mark.parametrize("size", [3, 3_000_000])
+def test_messages_of_an_earlier_generation_are_thrown_away_and_land_nowhere(size: int) -> None:
+    with two() as pair:
+        low, high, g = pair.low, pair.high, pair.group
+        target, values = torch.zeros(size), torch.ones(size)
         high.send(0, "old", [torch.ones(3)])
-        until(lambda: low.arrived(2, "old"))
+        pair.bring("old")
         low.expect(2, "older", [target])
+        high.send(0, "older", [values])
+        if size > 3:
+            pair.until(lambda: bool(target[0]))  # it has begun to come
         g.regroup(2, (0, 2))
+        before = target.clone()
         assert not low.arrived(2, "old")
-        connection = high._peers[0].connection
-        connection.send(TensorMessage(1, "older"), [torch.ones(3)])
-        connection.send(TensorMessage(2, "new"), [torch.ones(3)])
-        until(lambda: low.arrived(2, "new"))
-        assert not low.arrived(2, "older")
-        assert target.tolist() == [0, 0, 0]
+        high.send(0, "new", [torch.ones(3)])
+        pair.bring("new")
+        assert not low.arrived(2, "older") and (2, 1, "older") not in low._arrived
+        assert torch.equal(target, before)
 
 
-def test_a_message_for_a_lost_peer_is_dropped() -> None:
-    with two_messengers() as (low, high):
-        high.close()
-        until(lambda: low._peers[2].lost)
-        assert not low.send(2, "anything", [torch.ones(3)]).done()
-        with pytest.raises(PeerLost, match="worker 2"):
-            exchange_markers(low, (0, 2), lambda: None, 0.05)
+def test_a_message_of_the_next_generation_is_kept_until_it_begins() -> None:
+    with two() as pair:
+        pair.high.regroup(2)
+        pair.high.send(0, "soon", [torch.ones(3)])
+        pair.until(lambda: (2, 2, "soon") in pair.low._arrived)
+        assert not pair.low.arrived(2, "soon")
+        pair.low.regroup(2)
+        assert pair.low.take(2, "soon")[0].tolist() == [1, 1, 1]
 
 
-def header(envelope: Any) -> bytes:
-    encoded = msgspec.msgpack.encode(envelope)
-    return struct.pack("<I", len(encoded)) + encoded
+def test_a_message_for_one_that_is_gone_is_dropped() -> None:
+    with two() as pair:
+        pair.high.send(0, "first", [torch.ones(3)])
+        pair.bring("first")
+        pair.group.posts.pop(2).close()
+        pair.until(lambda: not pair.group.posts[0]._lines)
+        assert pair.low.send(2, "anything", [torch.ones(3)]).done()
+        assert not pair.group.posts[0]._lines
 
 
-GREETING = header([{"type": "PeerGreeting", "rank": 9, "life": 0}, []])
-STRANGERS = {
-    "wrong token": bytes(wire.TOKEN_BYTES) + GREETING,
-    "almost the token": TOKEN[:-1] + bytes([TOKEN[-1] ^ 1]) + GREETING,
-    "short token": TOKEN[:10],
-    "garbage": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + secrets.token_bytes(500),
-    "garbage after the token": TOKEN + struct.pack("<I", 100) + secrets.token_bytes(100),
-    "oversized header": TOKEN + struct.pack("<I", wire.MAX_HEADER + 1) + b"x" * 1000,
-    "empty header": TOKEN + struct.pack("<I", 0),
-    "header cut short": TOKEN + GREETING[:-3],
-    "not a greeting": TOKEN + header([{"type": "TensorMessage", "generation": 1, "tag": "x"}, []]),
-    "unknown message": TOKEN + header([{"type": "Exec", "rank": 9, "life": 0}, []]),
-    "wrong types": TOKEN + header([{"type": "PeerGreeting", "rank": "nine", "life": 0}, []]),
-    "impossible tensor": TOKEN + header([{"type": "PeerGreeting", "rank": 9, "life": 0}, [["float32", [1 << 41]]]]),
-    "negative tensor": TOKEN + header([{"type": "PeerGreeting", "rank": 9, "life": 0}, [["float32", [-1]]]]),
-    "unknown dtype": TOKEN + header([{"type": "PeerGreeting", "rank": 9, "life": 0}, [["object", [1]]]]),
-    "payload missing": TOKEN
-    + header([{"type": "PeerGreeting", "rank": 9, "life": 0}, [["float32", [1000]]]])
-    + b"1234",
-}
+def test_a_message_that_does_not_fit_lands_nowhere_else() -> None:
+    with two() as pair:
+        for name, sent in {"size": torch.ones(5), "dtype": torch.ones(4, dtype=torch.int32)}.items():
+            target = torch.full((4,), 7.0)
+            pair.low.expect(2, name, [target])
+            pair.high.send(0, name, [sent])
+            pair.bring(name)
+            assert target.tolist() == [7.0] * 4
+            assert torch.equal(pair.low.take(2, name)[0], sent)
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_strangers_are_dropped_and_counted_and_nobody_else_notices(kind: str) -> None:
-    with two_messengers(kind) as (low, high):
-        for number, (name, sent) in enumerate(STRANGERS.items(), start=1):
-            with call(low.address) as sock:
-                with contextlib.suppress(OSError):  # it may be gone before all is said
-                    sock.sendall(sent)
-                    sock.shutdown(socket.SHUT_WR)
-                assert answer(sock) == b"", name
-            until(lambda number=number: low.strangers == number)
-            assert set(low._peers) == {2}, name
-        target = torch.zeros(4)
-        low.expect(2, "after all that", [target])
-        high.send(0, "after all that", [torch.ones(4)])
-        until(lambda: low.arrived(2, "after all that"))
-        assert target.tolist() == [1, 1, 1, 1]
+def test_the_owner_and_its_substitute_take_turns_and_nothing_is_lost(kind: str) -> None:
+    """Sums are right although every member is now read for, and now reads itself, at moments of no meaning."""
+    with group(kind, RANKS[:3]) as g:
+
+        def program(carrier: ScheduledCarrier) -> list[float]:
+            channel, sums = g.channels[carrier.rank], []
+            for number in range(60):
+                tensor = torch.full((1 << (number % 18),), float(carrier.rank + number))
+                operation = carrier.all_reduce(tensor, "direct")
+                channel.read_meanwhile()
+                if number % 3:
+                    time.sleep(1e-4 * (number % 7))
+                operation.wait()
+                sums.append(float(tensor.min() + tensor.max()) / 2)
+            return sums
+
+        expected = [float(sum(RANKS[:3]) + 3 * number) for number in range(60)]
+        assert g.run(program) == dict.fromkeys(RANKS[:3], expected)
+        assert all(post._substitute is not None for post in g.posts.values())
 
 
-def test_a_silent_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.1)
-    with two_messengers() as (low, _), call(low.address) as silent, call(low.address) as slow:
-        slow.sendall(TOKEN)
-        assert answer(silent) == b"" and answer(slow) == b""
-        until(lambda: low.strangers == 2)
+def test_what_is_expected_comes_while_a_worker_computes() -> None:
+    with two() as pair:
+        low, numel = pair.low, 500_000  # more than a socket holds
+        comm = LocalComm.__new__(LocalComm)
+        comm._channel = low
+        target = torch.zeros(numel)
+
+        def computing() -> None:
+            deadline = time.monotonic() + 10
+            while not low.arrived(2, "gradient"):  # and nobody reads here
+                assert time.monotonic() < deadline, "nothing came"
+                time.sleep(1e-3)
+
+        pair.high.send(0, "gradient", [torch.ones(numel)])
+        low.expect(2, "gradient", [target])
+        comm.compute(1, computing)
+        low.take(2, "gradient")
+        low.pause(0.0)  # the owner reads again
+        comm.compute(1, lambda: None)
+        assert not pair.group.posts[0]._away.is_set()  # nothing is expected
+        comm.reached(0.5, lambda: low.expect(2, "gradient", [target]))
+        pair.high.send(0, "gradient", [torch.full((numel,), 2.0)])
+        computing()
+        assert target.unique().tolist() == [2.0]
 
 
 def test_a_stranger_does_not_stay_by_saying_a_byte_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.2)
-    with two_messengers() as (low, _), call(low.address) as slow:
-        said = 0
-        with contextlib.suppress(OSError):
-            while low.strangers == 0 and said < wire.TOKEN_BYTES - 1:
+    with two(reader="substitute") as pair:
+        post, said = pair.group.posts[0], 0
+        post.read_meanwhile()
+        with call(post.where) as slow, contextlib.suppress(OSError):
+            while post.strangers == 0 and said < wire.TOKEN_BYTES - 1:
                 slow.sendall(TOKEN[said : said + 1])
                 said += 1
                 time.sleep(0.05)
-        until(lambda: low.strangers == 1)
+        pair.until(lambda: post.strangers == 1)
         assert said < wire.TOKEN_BYTES - 1
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_many_strangers_take_few_descriptors_and_no_thread_and_peers_get_in(kind: str) -> None:
-    with two_messengers(kind) as (low, high), contextlib.ExitStack() as stack:
+    with two(kind, "substitute") as pair, contextlib.ExitStack() as stack:
+        post = pair.group.posts[0]
+        pair.high.send(0, "before", [torch.ones(4)])
+        pair.bring("before")
+        pair.until(lambda: all(p._substitute is not None for p in pair.group.posts.values()))
         descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-        with call(low.address) as early:
+        with call(post.where) as early:
             early.sendall(TOKEN + GREETING[:5])  # it knows the token: no stranger takes its place
-            strangers = [stack.enter_context(call(low.address)) for _ in range(300)]
-            until(lambda: low.strangers == 300 - MOST_STRANGERS)
+            strangers = [stack.enter_context(call(post.where)) for _ in range(300)]
+            pair.until(lambda: post.strangers == 300 - MOST_STRANGERS)
             most = descriptors + 2 + len(strangers) + MOST_STRANGERS
-            until(lambda: len(os.listdir("/proc/self/fd")) == most)  # the last is counted before it is closed
+            pair.until(lambda: len(os.listdir("/proc/self/fd")) == most)  # the last is counted before it is closed
             assert threading.active_count() == threads
             early.sendall(GREETING[5:])
-            until(lambda: 9 in low._peers)
-            first = low._peers[9]
-            with call(low.address) as late:
-                late.sendall(TOKEN + GREETING)
-                until(lambda: low._peers[9] is not first)
-        high.send(0, "after all that", [torch.ones(4)])
-        until(lambda: low.arrived(2, "after all that"))
+            pair.until(lambda: 9 in post._to)
+        pair.high.send(0, "after all that", [torch.ones(4)])
+        pair.bring("after all that")
+
+
+GREETING_HEADER = msgspec.msgpack.encode([{"type": "Greeting", "address": 9, "life": 0}, []])
+GREETING = struct.pack("<I", len(GREETING_HEADER)) + GREETING_HEADER
 
 
 def call(address: str) -> socket.socket:
@@ -628,78 +676,27 @@ def call(address: str) -> socket.socket:
     return sock
 
 
-def answer(sock: socket.socket) -> bytes:
-    try:
-        return sock.recv(100)
-    except ConnectionError:
-        return b""
-
-
-NONSENSE = {
-    "garbage": struct.pack("<I", 50) + b"\xff" * 50,
-    "oversized header": struct.pack("<I", wire.MAX_HEADER + 1),
-    "second greeting": GREETING,
-    "wrong dtype": header([{"type": "TensorMessage", "generation": 1, "tag": "wanted"}, [["int32", [4]]]]) + bytes(16),
-    "wrong count": header([{"type": "TensorMessage", "generation": 1, "tag": "wanted"}, [["float32", [4]]] * 2])
-    + bytes(32),
-    "cut short": header([{"type": "TensorMessage", "generation": 1, "tag": "wanted"}, [["float32", [4]]]]) + bytes(7),
-}
-
-
-@pytest.mark.parametrize("name", NONSENSE)
-def test_a_peer_that_talks_nonsense_is_lost_and_the_others_are_not(name: str) -> None:
-    with two_messengers() as (low, high), call(low.address) as sock:
-        sock.sendall(TOKEN + GREETING)
-        until(lambda: 9 in low._peers)
-        target = torch.full((4,), 7.0)
-        low.expect(9, "wanted", [target])
-        sock.sendall(NONSENSE[name])
-        sock.shutdown(socket.SHUT_WR)
-        until(lambda: low._peers[9].lost)
-        assert not low.arrived(9, "wanted")
-        high.send(0, "fine", [torch.ones(4)])
-        until(lambda: low.arrived(2, "fine"))
-
-
-def test_a_tensor_of_another_size_than_expected_lands_in_memory_of_its_own() -> None:
-    with two_messengers() as (low, high):
-        target = torch.full((4,), 7.0)
-        low.expect(2, "wanted", [target])
-        high.send(0, "wanted", [torch.ones(5)])
-        until(lambda: low.arrived(2, "wanted"))
-        assert low.take(2, "wanted")[0].tolist() == [1.0] * 5 and target.tolist() == [7.0] * 4
-
-
-def test_a_worker_that_cannot_be_reached_is_named() -> None:
-    nobody = socket.socket()
-    nobody.bind(("127.0.0.1", 0))  # and never listens
-    messenger = Messenger(3, 0, "tcp:127.0.0.1:0", TOKEN)
-    try:
-        with pytest.raises(PeerLost, match="worker 1 is gone"):
-            messenger.regroup(1, {1: (f"tcp:127.0.0.1:{nobody.getsockname()[1]}", 0)})
-    finally:
-        messenger.close()
-        nobody.close()
-
-
-def test_a_closed_messenger_frees_its_address() -> None:
+def test_a_closed_post_frees_its_address_and_ends_its_thread() -> None:
     address = f"unix:@torrential-{secrets.token_hex(8)}"
     for _ in range(2):
-        messenger = Messenger(0, 0, address, TOKEN)
-        assert messenger.address == address
-        messenger.close()
+        post = Post(0, 0, address, TOKEN, TensorLetter)
+        assert post.where == address
+        post.read_meanwhile()
+        substitute = post._substitute
+        post.close()
+        assert substitute is not None and not substitute.is_alive()
 
 
 def test_frames_carry_every_dtype_and_shape() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        a: wire.Connection[Any] = wire.Connection(ours, messaging.TensorMessage | PeerGreeting)
-        b: wire.Connection[Any] = wire.Connection(theirs, messaging.TensorMessage | PeerGreeting)
+        a: wire.Connection[Any] = wire.Connection(ours, TensorLetter)
+        b: wire.Connection[Any] = wire.Connection(theirs, TensorLetter)
         tensors = [torch.ones(2, 3).to(d) for d in (torch.float32, torch.bfloat16, torch.int64, torch.bool)]
         tensors += [torch.tensor(3.5), torch.empty(0, 4), torch.arange(6).view(2, 3).t().contiguous()]
-        assert a.send(TensorMessage(4, "all sorts"), tensors) == sum(t.nbytes for t in tensors)
+        assert a.send(TensorLetter(4, "all sorts"), tensors) == sum(t.nbytes for t in tensors)
         message, received = b.receive()
-        assert message == TensorMessage(4, "all sorts")
+        assert message == TensorLetter(4, "all sorts")
         assert all(r.dtype == t.dtype and torch.equal(r, t) for r, t in zip(received, tensors, strict=True))
 
 

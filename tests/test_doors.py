@@ -144,7 +144,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[[str], Begun]]:
     ("options", "listeners"),
     [
         ("--set algorithm=native", 2),  # Gloo's
-        ("--set transport=tcp --set algorithm=ring", 4),  # each worker's, for collectives and for letters
+        ("--set transport=tcp --set algorithm=ring", 2),
         ("--set transport=tcp --strategy ssp", 3),
         ("--set transport=unix --set algorithm=ring", 0),
         ("", 0),

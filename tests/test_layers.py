@@ -141,7 +141,7 @@ GOOD = {
     "if TYPE_CHECKING:\n    from torrential.trainer import Trainer\n    from .downpour import Downpour",
     "strategies/downpour.py": "from torrential.strategies.base import Strategy",
     "strategies/base.py": "from torrential.comm import Comm",
-    "comm/__init__.py": "from torrential.errors import PeerLost",
+    "comm/__init__.py": "from torrential.errors import WaitedTooLong",
     "errors.py": "",
     "task.py": "from torrential import errors",
 }

@@ -123,7 +123,7 @@ def test_the_first_generation_begins_the_time_of_the_run() -> None:
     scene.now = 100.0
     scene.agree(-1)
     assert scene.machine.began == 95.0
-    assert scene.heard(1, m.Go) == [m.Go(1, [0, 1], ["", ""], [0, 0], 0, -1, [1], 95.0)]
+    assert scene.heard(1, m.Go) == [m.Go(1, [0, 1], 0, -1, [1], 95.0)]
     assert "regrouped" not in names(scene) and scene.states == {0: "training", 1: "training"}
 
 
@@ -176,7 +176,10 @@ def test_a_worker_that_joins_has_the_others_meet_it() -> None:
     scene.say(m.Standing(3, 6), 0)
     scene.say(m.Standing(3, -1), 1)
     go = scene.heard(1, m.Go)[-1]
-    assert (go.lives, go.source, go.behind) == ([0, 1], 0, [1])
+    assert (go.members, go.source, go.behind) == ([0, 1], 0, [1])
+    roster = scene.heard(0, m.Roster)[-1]  # it is told before: members know where to send, and to which incarnation
+    assert [(address, life) for address, _, life in roster.contacts if address < SERVERS] == [(0, 0), (1, 1)]
+    assert scene.told[Who(0, 0)].index(roster) < scene.told[Who(0, 0)].index(go)
     assert [x for x in scene.told[Who(OBSERVER, 0)] if x in (m.Gone(1), m.Back(1))] == [m.Back(1), m.Gone(1), m.Back(1)]
 
 
@@ -419,6 +422,7 @@ class World:
         self.unnoticed = list[Who]()  # dead, and the machine does not know it
         self.said: dict[type, set[tuple[Who, int]]] = {m.Stopped: set(), m.Standing: set()}
         self.version = self.generation = 0
+        self.rosters: dict[Who, m.Roster] = {}  # the newest that each was told
 
     def run(self) -> str:
         """Until the end; returns why the run failed, if it had to."""
@@ -466,21 +470,22 @@ class World:
                 case Start(who):
                     assert who.address not in self.roles
                     self.roles[who.address] = Role(who, self)
-                    self.machine.greeted(who, f"letters of {who}", f"peers of {who}", self.now)
+                    self.machine.greeted(who, f"letters of {who}", self.now)
                 case Tell(to, message):
                     assert to != known_dead
-                    self.check(message)
+                    self.check(to, message)
                     if (role := self.roles.get(to.address)) is not None and role.who == to:
                         role.inbox.append(message)
                 case Kill(who):
                     raise AssertionError(f"{who} was taken for hung")
 
-    def check(self, message: Any) -> None:
+    def check(self, to: Who, message: Any) -> None:
         alive = {role.who for role in self.roles.values()} | set(self.unnoticed)
         if isinstance(message, m.Roster):
             view = message.view
             assert view.version >= self.version
             self.version = view.version
+            self.rosters[to] = message
             assert {Who(address, life) for address, _, life in message.contacts} <= alive
             there = {address for address, _, _ in message.contacts}
             named = {*view.workers, *view.servers(), *view.coordinators}
@@ -489,7 +494,9 @@ class World:
             assert message.generation >= self.generation
             self.generation = message.generation
         elif isinstance(message, m.Go) and self.regroups:
-            members = {Who(rank, life) for rank, life in zip(message.members, message.lives, strict=True)}
+            contacts = self.rosters[to].contacts  # what it knows by now of where to send
+            members = {Who(address, life) for address, _, life in contacts if address in message.members}
+            assert len(members) == len(message.members)
             assert message.generation == self.generation and members <= alive
             for said in self.said.values():
                 assert members <= {who for who, generation in said if generation == message.generation}

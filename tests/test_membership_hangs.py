@@ -259,7 +259,7 @@ class Run:
         self.machine.start(self.now)
         self.everybody = [Who(rank, 0) for rank in range(3)] + [Who(SERVERS + n, 0) for n in range(2)]
         for who in self.everybody:
-            self.machine.greeted(who, "", "", self.now)
+            self.machine.greeted(who, "", self.now)
             self.hear(who, m.Ready(1000))
 
     def hear(self, who: Who, message: Any) -> None:
@@ -271,7 +271,7 @@ class Run:
         for _ in range(round(seconds / 0.5)):
             self.now += 0.5
             for who in (*self.everybody, Who(SERVERS * 3, 0)):
-                self.machine.greeted(who, "", "", self.now)
+                self.machine.greeted(who, "", self.now)
                 self.hear(who, m.Alive())
             self.machine.tick(self.now)
             done += [action for action in self.machine.actions() if isinstance(action, Kill | Note)]
@@ -321,7 +321,7 @@ def test_a_run_that_does_not_come_up_names_who_is_missing() -> None:
     machine = Membership([Members("worker", 2, "regroup")], RULES)
     machine.start(0.0)
     for who in (Who(0, 0), Who(1, 0)):
-        machine.greeted(who, "", "", 0.0)
+        machine.greeted(who, "", 0.0)
     machine.hear(Who(0, 0), m.Ready(), 0.0)
     with pytest.raises(RunFailed, match=r"^worker 1 did not start within 600 s; look for errors above$"):
         machine.tick(601.0)

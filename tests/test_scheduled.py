@@ -152,7 +152,7 @@ def channels(timeout: float) -> Iterator[tuple[Group, dict[int, dict[str, Schedu
         made: dict[int, dict[str, ScheduledCarrier]] = {rank: {} for rank in g.ranks}
         for rank in g.ranks:
             for name in ("a", "b"):
-                carrier = ScheduledCarrier(rank, Meter(), lambda: None, timeout, g.messengers[rank], f"{name}/")
+                carrier = ScheduledCarrier(rank, Meter(), lambda: None, timeout, g.channels[rank], f"{name}/")
                 carrier.regroup(1, g.ranks)
                 made[rank][name] = carrier
         yield g, made
@@ -209,7 +209,7 @@ class Hosts(Group):
                 lambda tensor: self.memory.find(rank, tensor), spin=False,
             )  # fmt: skip
 
-        return HierarchicalCarrier(rank, Meter(), check, 20.0, self.messengers[rank], shared, lambda r: r // 2)
+        return HierarchicalCarrier(rank, Meter(), check, 20.0, self.channels[rank], shared, lambda r: r // 2)
 
 
 @contextlib.contextmanager
@@ -248,14 +248,14 @@ def test_only_the_first_of_each_host_speaks_on_the_wire() -> None:
     with hosts(0, 1, 2, 3) as g:
         spoken: dict[int, list[int]] = {}
         for rank in g.ranks:
-            send = g.messengers[rank].send
+            send = g.channels[rank].send
             spoken[rank] = []
 
             def listen(to: int, tag: str, tensors: Any, rank: int = rank, send: Any = send) -> Any:
                 spoken[rank].append(to)
                 return send(to, tag, tensors)
 
-            g.messengers[rank].send = listen  # type: ignore[method-assign]
+            g.channels[rank].send = listen  # type: ignore[method-assign]
 
         def program(carrier: HierarchicalCarrier) -> int:
             carrier.all_reduce(g.buffer("a", carrier.rank, np.ones(6400, np.float32)), "ring").wait()

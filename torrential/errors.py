@@ -11,7 +11,6 @@
     │       └── NonFiniteLoss the loss turned NaN or infinite; names the worker and the step
     ├── CheckpointDamaged     no checkpoint in the directory can be trusted
     └── CommError             raised inside roles by waits
-        ├── PeerLost          the role waited for is gone
         ├── WaitedTooLong     the role waited for did not answer in time
         └── Regrouped         membership changed; whatever was in flight is void
 
@@ -98,12 +97,6 @@ class CheckpointDamaged(TorrentialError):
 
 class CommError(TorrentialError):
     pass
-
-
-class PeerLost(CommError):
-    def __init__(self, who: str) -> None:
-        self.who = who
-        super().__init__(f"{who} is gone")
 
 
 class WaitedTooLong(CommError):

@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torrential.comm.channel import PostChannel, TensorLetter
 from torrential.comm.choosing import Chooser, timed
 from torrential.comm.costs import Fitted
-from torrential.comm.messenger import Messenger, exchange_markers
 from torrential.comm.native import NativeCarrier
+from torrential.comm.post import Contact, Post
 from torrential.comm.protocol import Meter
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
@@ -101,7 +102,7 @@ class _Member:
         self._data = self._comm.buffer("bench", max(*asked.sizes, SMALLEST_BUFFER) // 4, torch.float32)
 
     def run(self) -> None:
-        messenger = self._meet()
+        post = self._meet()
         try:
             table = self._table()
             if self._comm.chooser is not None:
@@ -110,30 +111,30 @@ class _Member:
             for size in self._asked.sizes:
                 self._measure(self._data[: size // 4])
         finally:
-            messenger.close()
+            post.close()
             self._native.close()
 
     # -- contenders ---------------------------------------------------------------------------------------------
-    def _meet(self) -> Messenger:
+    def _meet(self) -> Post:
         """Connect what the run has not connected: a carrier of messages, and Gloo."""
         comm, members = self._comm, self._comm.members
         token = self._agree(torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8))[0]
         secret = token.numpy().tobytes()
         name = f"unix:@torrential-bench-{secret.hex()[:16]}"
         tcp = self._asked.messages == "tcp"
-        messenger = Messenger(comm.rank, 0, "tcp:127.0.0.1:0" if tcp else f"{name}-{comm.rank}", secret)
-        ports = self._agree(torch.tensor([int(messenger.address.rpartition(":")[2]) if tcp else 0]))[:, 0].tolist()
+        post = Post(comm.rank, 0, "tcp:127.0.0.1:0" if tcp else f"{name}-{comm.rank}", secret, TensorLetter)
+        ports = self._agree(torch.tensor([int(post.where.rpartition(":")[2]) if tcp else 0]))[:, 0].tolist()
         addresses = [f"tcp:127.0.0.1:{port}" if tcp else f"{name}-{r}" for r, port in zip(members, ports, strict=True)]
-        peers = zip(members, addresses, strict=True)
-        messenger.regroup(comm.generation, {r: (address, 0) for r, address in peers if r != comm.rank})
-        exchange_markers(messenger, members, comm.check, TIMEOUT_SECONDS)
-        self._scheduled = ScheduledCarrier(comm.rank, Meter(), comm.check, TIMEOUT_SECONDS, messenger)
+        post.know({r: Contact(where, 0) for r, where in zip(members, addresses, strict=True)})
+        channel = PostChannel(post)
+        channel.regroup(comm.generation)
+        self._scheduled = ScheduledCarrier(comm.rank, Meter(), comm.check, TIMEOUT_SECONDS, channel)
         self._scheduled.regroup(comm.generation, members)
         file = os.memfd_create("torrential rendezvous") if self._first else -1
         pid, descriptor = self._agree(torch.tensor([os.getpid(), file]))[0].tolist()
         self._native = NativeCarrier(comm.rank, Meter(), comm.check, TIMEOUT_SECONDS, "gloo")
         self._native.regroup(members, f"/proc/{pid}/fd/{descriptor}")
-        return messenger
+        return post
 
     def _all_reduce(self, name: str, tensor: Tensor) -> None:
         if name in ALGORITHMS:

@@ -87,15 +87,17 @@ class Frames:
         self._letter: tuple[Any, list[Tensor]] | None = None  # the header has come
         self._missing: list[memoryview] = []  # of its payload
         self._views: dict[tuple[object, ...], Tensor] = {}
-        self._straight = self._landed = False
+        self._landed = False
+        self.straight = False  # whether `room` is the place of a payload itself
 
-    def room(self) -> memoryview:
-        self._straight = bool(self._missing) and self._missing[0].nbytes >= STRAIGHT
-        return self._missing[0][:AT_ONCE] if self._straight else self._ahead[self._held :]
+    def room(self, most: int = AT_ONCE) -> memoryview:
+        """The memory that is to be filled next, of a large payload `most` bytes."""
+        self.straight = bool(self._missing) and self._missing[0].nbytes >= STRAIGHT
+        return self._missing[0][:most] if self.straight else self._ahead[self._held :]
 
     def filled(self, count: int) -> Iterator[tuple[Any, list[Tensor]]]:
         """The letters that are complete by now."""
-        if self._straight:
+        if self.straight:
             self._missing[0] = self._missing[0][count:]
         else:
             self._held += count

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from torrential.comm.carrier import Operation
-from torrential.comm.messenger import Messenger
+from torrential.comm.channel import Channel
 from torrential.comm.order import InOrder
 from torrential.comm.protocol import Meter
 from torrential.comm.scheduled import Execution, ScheduledCarrier, planned
@@ -33,11 +33,11 @@ class HierarchicalCarrier(ScheduledCarrier):
         meter: Meter,
         check: Callable[[], None],
         timeout: float,
-        messenger: Messenger,
+        channel: Channel,
         shared: Callable[[str, Meter], SharedCarrier],  # makes one, its counters apart from those of another name
         host: Callable[[int], int],  # the host of a rank
     ) -> None:
-        super().__init__(rank, meter, check, timeout, messenger)
+        super().__init__(rank, meter, check, timeout, channel)
         self._inside = Meter()  # the shared carriers'; their bytes are ours, their time is in ours already
         self.up, self.down = shared("up", self._inside), shared("down", self._inside)
         self._host = host

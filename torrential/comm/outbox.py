@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torrential.comm import wire
 
-AT_ONCE = 1 << 16  # bytes of payload
+AT_ONCE = 1 << 20  # bytes of payload
 
 
 class Outgoing:

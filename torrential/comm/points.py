@@ -9,29 +9,16 @@ waits raise Regrouped, and what was on its way is dropped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 from torch import Tensor
 
+from torrential.comm.channel import Channel
 from torrential.comm.outbox import Outgoing
 from torrential.comm.protocol import Complaints, Meter
 from torrential.errors import RunFailed, WaitedTooLong
 
 REST_SECONDS = 2e-3
-
-
-class Channel(Protocol):
-    """Messages by tag between members of one generation."""
-
-    def send(self, to: int, tag: str, tensors: Sequence[Tensor]) -> Outgoing: ...
-
-    def arrived(self, source: int, tag: str) -> bool: ...
-
-    def take(self, source: int, tag: str) -> list[Tensor]: ...
-
-    def pause(self, seconds: float) -> None:
-        """Sleep until something may have arrived or left."""
 
 
 class PointToPoint:
@@ -76,7 +63,10 @@ class PointToPoint:
         self._check_member(source)
         number = self._received[source, tag]
         self._received[source, tag] += 1
-        return Arrival(self, source, f"to/{tag}/{number}", _tagged(tag), into)
+        name = f"to/{tag}/{number}"
+        if self.channel.lands and into.is_contiguous():
+            self.channel.expect(source, name, [into])
+        return Arrival(self, source, name, _tagged(tag), into)
 
     def finish(self, done: Callable[[], bool], whom: int, what: str, timeout: float | None) -> None:
         """Wait until it is done. `what`: what `whom` is waited for. Raises WaitedTooLong after a `timeout` that the
@@ -121,14 +111,17 @@ class Arrival:
         self._here = False
 
     def done(self) -> bool:
-        if not self._here and self._points.channel.arrived(self._source, self._key):
-            (came,) = self._points.channel.take(self._source, self._key)
+        channel = self._points.channel
+        if not self._here:
+            channel.poll()
+        if not self._here and channel.arrived(self._source, self._key):
+            (came,) = channel.take(self._source, self._key)
             if came.numel() != self._into.numel():
                 raise RunFailed(
                     f"worker {self._source} sent a tensor{self._tagged} of {came.numel()} elements, and worker "
                     f"{self._points.rank} receives it into one of {self._into.numel()}; make both of one size"
                 )
-            if not self._into.is_meta:
+            if not self._into.is_meta and came.data_ptr() != self._into.data_ptr():
                 self._into.copy_(came.view(self._into.shape))
             self._here = True
         return self._here

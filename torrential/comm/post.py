@@ -1,9 +1,12 @@
-"""Letters between any two roles, over unix or tcp sockets.
+"""Letters between any two roles, over unix or tcp sockets: the one transport, which collectives use, too.
 
 Everybody listens. Whoever writes first dials, shows the run's token and says who it is; the answer goes back on the
-same connection. Reading is done by `receive` alone, in the caller's own thread, from all connections at once: no other
-thread has a hand in a small letter, there or back. If two roles dial each other at the same moment, each goes on
-writing on the connection it has; so letters of one role to another arrive in order.
+same connection. If two roles dial each other at the same moment, each goes on writing on the connection it has; so
+letters of one role to another arrive in order.
+
+Reading is done in the owner's own thread, from all connections at once, whenever it waits for something: no other
+thread has a hand in a small letter, there or back. While the owner computes, a thread may read in its place
+(`read_meanwhile`), so that an all-reduce gets on during backward; the owner takes over again when it next waits.
 
     caller ── token, Greeting ──► listener     anything else: a stranger, dropped and counted
     caller ── letter ───────────► listener
@@ -19,10 +22,11 @@ import math
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,13 +35,15 @@ from torch import Tensor
 
 from torrential.comm import wire
 from torrential.comm.admission import Admission
-from torrential.comm.frames import Frames, Landing, Memory, frame, nowhere, reader_of
+from torrential.comm.frames import AT_ONCE, Frames, Landing, Memory, frame, nowhere, reader_of
 from torrential.comm.outbox import Outbox, Outgoing
 from torrential.comm.protocol import Letter
 from torrential.errors import WaitedTooLong
 
 DIAL_SECONDS = 5.0
 READS = 16  # from one connection before the others have their turn
+ASLEEP = 1 << 22  # bytes of a collective's payload that one read may ask for, and sleep until they have come
+ASLEEP_SECONDS = 1e-3  # for as long as this at most
 AN_HOUR = 3600.0
 BRISK_SECONDS = 2e-4
 LOCAL_QUEUE = 1 << 18  # bytes that the kernel keeps for each direction of a tcp connection inside one host
@@ -58,31 +64,40 @@ class Contact(NamedTuple):
 class Posted(Outgoing):
     """The handle of a letter."""
 
-    def __init__(self, to: int, written: threading.Condition) -> None:
-        self._to, self._written = to, written
+    def __init__(self, to: int, post: Post) -> None:
+        self._to, self._post = to, post
 
     def lose(self) -> None:
         self.mark()
 
     def wait(self, timeout: float | None = None) -> None:
-        if self.done():
-            return
-        with self._written:
-            over = self._written.wait_for(self.done, timeout)
-        if not over:
-            assert timeout is not None
-            raise WaitedTooLong(f"address {self._to}", timeout, "to take a letter")
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            self._post.pause(min(AN_HOUR, deadline - time.monotonic()))
+            if not self.done() and time.monotonic() >= deadline:
+                assert timeout is not None
+                raise WaitedTooLong(f"address {self._to}", timeout, "to take a letter")
+
+
+class _Route(NamedTuple):
+    """What is done with letters of one kind, by whoever reads them, given who sent them."""
+
+    deliver: Callable[[int, Any, list[Tensor]], None]
+    landing: Callable[[int, Any], Sequence[Tensor] | None]
 
 
 class _Line:
     """One connection to another role."""
 
-    def __init__(self, sock: socket.socket, frames: Frames, outbox: Outbox, address: int, life: int) -> None:
-        self.sock, self.frames, self.outbox, self.address, self.life = sock, frames, outbox, address, life
+    frames: Frames
+    piece, flags = AT_ONCE, socket.MSG_DONTWAIT  # how a large payload is read: so many bytes at once, and how
+
+    def __init__(self, sock: socket.socket, outbox: Outbox, address: int, life: int) -> None:
+        self.sock, self.outbox, self.address, self.life = sock, outbox, address, life
 
 
 class Post:
-    """One role's letters. To be used by one thread, except for `know`, `announce` and `stop`."""
+    """One role's letters. To be used by one thread, its owner, except for `know`, `announce` and `stop`."""
 
     def __init__(self, address: int, life: int, listen: str, token: bytes, messages: Any) -> None:
         self.address, self.life, self._token = address, life, token
@@ -95,10 +110,15 @@ class Post:
         self._lines: dict[int, _Line] = {}  # by descriptor
         self._to: dict[int, _Line] = {}  # whom we write to on which
         self._arrived: deque[Letter] = deque()
-        self._stopped = False
+        self._routes: dict[type, _Route] = {}
+        self._events = self._seen = 0  # letters that have come, and news; of these, until the last pause
+        self._stopped = self._closed = False
         self._spare_core = len(os.sched_getaffinity(0)) > 1
         self._brisk = False  # whether the last letter came within a moment
-        self._written = threading.Condition()  # something that was not written at once is by now
+        self._substitute: threading.Thread | None = None  # reads while the owner computes
+        self._away = threading.Event()  # the owner computes; it alone sets and clears this
+        self._reading = threading.Lock()  # held by the substitute while it reads
+        self._table = threading.Lock()  # of `_to`
         self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._admission, select.EPOLLIN)
@@ -108,6 +128,16 @@ class Post:
         """Set the kinds of messages that letters may hold, besides greetings. To be called before the first is
         received."""
         self._decoder = reader_of(Greeting | messages)
+
+    def route(
+        self,
+        kind: type,
+        deliver: Callable[[int, Any, list[Tensor]], None],
+        landing: Callable[[int, Any], Sequence[Tensor] | None],
+    ) -> None:
+        """Have letters of this kind given to `deliver(source, message, tensors)` instead of `receive`, as soon as they
+        are read; their tensors land where `landing(source, message)` says. The substitute may call both."""
+        self._routes[kind] = _Route(deliver, landing)
 
     # -- what other threads may call --------------------------------------------------------------------------------
     def know(self, contacts: Mapping[int, Contact]) -> None:
@@ -135,23 +165,27 @@ class Post:
     @landing.setter
     def landing(self, where: Landing) -> None:
         """Of letters that come from now on; those that are coming in land nowhere but in fresh memory."""
+        self.divert()
         self._landing = where
+
+    def divert(self) -> None:
+        """Let all that is coming in now land in fresh memory; and read no more until the owner reads again."""
+        self._take_over()
         for line in self._lines.values():
             line.frames.divert()
 
     # -- writing ----------------------------------------------------------------------------------------------------
-    def post(self, to: int, message: Any, tensors: Sequence[Tensor]) -> Posted:
-        outgoing = Posted(to, self._written)
+    def post(self, to: int, message: Any, tensors: Sequence[Tensor], by_reference: bool = True) -> Posted:
+        """Send a letter. Where it may not be `by_reference`, tensors travel as bytes even if the other role could read
+        them where they lie: they may change once the letter is written."""
+        outgoing = Posted(to, self)
         line = self._line_to(to)
         if line is None:
             outgoing.lose()
         else:
-            line.outbox.send(*frame(message, tensors, self.memory), outgoing)
+            line.outbox.send(*frame(message, tensors, self.memory if by_reference else None), outgoing)
+            self._brisk &= outgoing.done()  # else the thread that writes it needs the core
         return outgoing
-
-    def _tell(self) -> None:
-        with self._written:
-            self._written.notify_all()
 
     def _line_to(self, to: int) -> _Line | None:
         line, contact = self._to.get(to), self._contacts.get(to)
@@ -166,29 +200,50 @@ class Post:
         _tune(sock)
         line = self._add(sock, to, contact.life)
         line.outbox.send(*frame(Greeting(self.address, self.life), (), None), Outgoing())
-        self._to[to] = line
+        with self._table:
+            self._to[to] = line
         return line
 
     # -- reading ----------------------------------------------------------------------------------------------------
     def receive(self, timeout: float | None = None) -> Letter | None:
-        if self._arrived:
-            return self._arrived.popleft()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while True:
-            ready = self._epoll.poll(0.0) or self._await(deadline)
-            for descriptor, _ in ready:
-                if (line := self._lines.get(descriptor)) is not None:
-                    self._read(line)
-                elif descriptor == self._news:
-                    os.eventfd_read(self._news)
-                else:
-                    self._admit()
-            if not ready and self._admission.deadline <= time.monotonic():
-                self._admit()  # which drops those who have said nothing
-            if self._arrived:
-                return self._arrived.popleft()
-            if (self._stopped and not ready) or time.monotonic() >= deadline:
+        self._take_over()
+        while not self._arrived:
+            ready = self._read_until(0.0 if self._stopped else deadline)
+            if not self._arrived and ((self._stopped and not ready) or time.monotonic() >= deadline):
                 return None
+        return self._arrived.popleft()
+
+    def pause(self, seconds: float) -> None:
+        """Read until a letter has arrived or left since the last pause, for so many seconds at most."""
+        deadline = time.monotonic() + seconds
+        self._take_over()
+        while self._events == self._seen and self._read_until(deadline):
+            pass
+        self._seen = self._events
+
+    def poll(self) -> None:
+        """Read what has come, unless the substitute does."""
+        if not self._away.is_set():
+            self._read_ready(self._epoll.poll(0.0))
+
+    def _read_until(self, deadline: float) -> bool:
+        """Read what has come, or else what comes next; whether there was anything."""
+        ready = self._epoll.poll(0.0) or self._await(deadline)
+        self._read_ready(ready)
+        return bool(ready)
+
+    def _read_ready(self, ready: list[tuple[int, int]]) -> None:
+        for descriptor, _ in ready:
+            if (line := self._lines.get(descriptor)) is not None:
+                self._read(line)
+            elif descriptor == self._news:
+                os.eventfd_read(self._news)
+                self._events += 1
+            else:
+                self._admit()
+        if not ready and self._admission.deadline <= time.monotonic():
+            self._admit()  # which drops those who have said nothing
 
     def _await(self, deadline: float) -> list[tuple[int, int]]:
         """Where something is to be read, sooner or later. To be woken up takes longer than a small letter and its
@@ -196,8 +251,8 @@ class Post:
         looked for again and again for a moment."""
         began = time.monotonic()
         ready: list[tuple[int, int]] = []
-        timeout = min(deadline, self._admission.deadline, began + AN_HOUR) - began
-        if self._stopped or timeout <= 0.0:
+        timeout = min(deadline - began, self._patience(began))
+        if timeout <= 0.0:
             return ready
         if self._brisk:
             limit = began + min(timeout, BRISK_SECONDS)
@@ -209,12 +264,15 @@ class Post:
         self._brisk = time.monotonic() - began < BRISK_SECONDS and self._spare_core
         return ready
 
+    def _patience(self, now: float) -> float:
+        return min(self._admission.deadline - now, AN_HOUR)
+
     def _read(self, line: _Line) -> None:
         frames = line.frames
         try:
             for _ in range(READS):
-                room = frames.room()
-                got = line.sock.recv_into(room, 0, socket.MSG_DONTWAIT)
+                room = frames.room(line.piece)
+                got = line.sock.recv_into(room, 0, line.flags if frames.straight else socket.MSG_DONTWAIT)
                 if not got:
                     raise wire.Closed
                 for message, tensors in frames.filled(got):
@@ -231,8 +289,45 @@ class Post:
         if isinstance(message, Greeting):
             raise wire.WireError("a second greeting")
         contact = self._contacts.get(line.address)
-        if contact is None or contact.life <= line.life:  # else of one whose place another has taken
+        if contact is not None and contact.life > line.life:
+            return  # from one whose place another has taken
+        route = self._routes.get(type(message))
+        if route is None:
             self._arrived.append(Letter(line.address, message, tensors))
+        else:
+            route.deliver(line.address, message, tensors)
+        self._events += 1
+
+    def _lands(self, line: _Line, message: Any) -> Sequence[Tensor] | None:
+        """Where the tensors of a letter land that begins to come in. Members of a collective write while they read, so
+        cores are better slept on than spent on looking what has come; a server or its worker only reads."""
+        route = self._routes.get(type(message))
+        if route is None:
+            line.piece, line.flags = AT_ONCE, socket.MSG_DONTWAIT
+            return self._landing(message)
+        line.piece, line.flags = ASLEEP, socket.MSG_WAITALL
+        return route.landing(line.address, message)
+
+    # -- reading while the owner computes ---------------------------------------------------------------------------
+    def read_meanwhile(self) -> None:
+        """Let the substitute read what comes, until the owner reads again."""
+        if self._substitute is None:
+            self._substitute = threading.Thread(target=self._stand_in, daemon=True)
+            self._substitute.start()
+        self._away.set()
+
+    def _take_over(self) -> None:
+        if self._away.is_set():
+            self._away.clear()
+            self._wake()
+            with self._reading:  # it has let go, and does not read again before it is asked to
+                pass
+
+    def _stand_in(self) -> None:
+        while self._away.wait() and not self._closed:
+            with self._reading:
+                while self._away.is_set() and not self._closed:
+                    self._read_ready(self._epoll.poll(max(0.0, self._patience(time.monotonic()))))
 
     # -- connections ------------------------------------------------------------------------------------------------
     @property
@@ -241,9 +336,9 @@ class Post:
         return self._admission.strangers
 
     def _add(self, sock: socket.socket, address: int, life: int) -> _Line:
-        frames = Frames(self._decoder, self.memory, lambda message: self._landing(message))
-        outbox = Outbox(partial(wire.write, sock), self._tell)
-        line = _Line(sock, frames, outbox, address, life)
+        line = _Line(sock, Outbox(partial(wire.write, sock), self._wake), address, life)
+        line.frames = Frames(self._decoder, self.memory, partial(self._lands, line))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(1e6 * ASLEEP_SECONDS)))
         self._lines[sock.fileno()] = line
         self._epoll.register(sock, select.EPOLLIN)
         return line
@@ -252,21 +347,28 @@ class Post:
         for sock, greeting in self._admission.poll():
             _tune(sock)
             line = self._add(sock, greeting.address, greeting.life)
-            before = self._to.get(line.address)
-            if before is None or before.outbox.lost or before.life < line.life:
-                self._to[line.address] = line
+            with self._table:
+                before = self._to.get(line.address)
+                if before is None or before.outbox.lost or before.life < line.life:
+                    self._to[line.address] = line
 
     def _drop(self, line: _Line) -> None:
         descriptor = line.sock.fileno()
         if self._lines.pop(descriptor, None) is None:
             return
-        if self._to.get(line.address) is line:
-            del self._to[line.address]
+        with self._table:
+            if self._to.get(line.address) is line:
+                del self._to[line.address]
         self._epoll.unregister(descriptor)
         line.outbox.close()
         wire.close(line.sock)
 
     def close(self) -> None:
+        self._take_over()
+        if self._substitute is not None:
+            self._closed = True
+            self._away.set()
+            self._substitute.join(DIAL_SECONDS)
         for line in list(self._lines.values()):
             self._drop(line)
         self._epoll.close()

@@ -1,4 +1,4 @@
-"""Collectives by messages: any plan of comm/schedules, carried out over a Messenger.
+"""Collectives by messages: any plan of comm/schedules, carried out over a channel.
 
     start     say where every message of the plan shall land: in the vector what replaces, in scratch what is added
     advance   of each stream: start a step's sends; once its receives are here, add them up; on to the next step
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torrential.comm.carrier import Carrier, Operation
-from torrential.comm.messenger import Messenger
+from torrential.comm.channel import Channel
 from torrential.comm.outbox import Outgoing
 from torrential.comm.protocol import Meter, Part
 from torrential.comm.schedules import ALGORITHMS, bruck, direct, naive, tree
@@ -43,17 +43,18 @@ class ScheduledCarrier(Carrier):
         meter: Meter,
         check: Callable[[], None],
         timeout: float,
-        messenger: Messenger,
-        channel: str = "",
+        channel: Channel,
+        prefix: str = "",
     ) -> None:
         super().__init__(rank, meter, check, timeout)
-        self.messenger = messenger
-        self.channel = channel  # apart from those of other carriers over the same messenger
+        self.channel = channel
+        self.prefix = prefix  # of its tags, apart from those of other carriers over the same channel
 
     def idle(self, head: Operation, waited: float) -> None:
-        self.messenger.pause(REST_SECONDS)
+        self.channel.pause(REST_SECONDS)
 
     def _advance(self) -> None:
+        self.channel.poll()
         for operation in list(self._queue):
             if operation.advance():
                 operation.finished = True
@@ -152,8 +153,8 @@ class Execution:
         self, carrier: ScheduledCarrier, number: int, plan: Plan, tensor: Tensor, members: Sequence[int], what: str
     ) -> None:
         """`what`: the collective that it is, as in "all-gather"."""
-        self._messenger, self._meter = carrier.messenger, carrier.meter
-        self._prefix = f"{carrier.channel}{number}/"
+        self._channel, self._meter = carrier.channel, carrier.meter
+        self._prefix = f"{carrier.prefix}{number}/"
         self._members, self._what = members, what
         self._index = members.index(carrier.rank)
         self._vector = tensor.view(-1)
@@ -162,11 +163,11 @@ class Execution:
 
     def start(self) -> None:
         vector = self._vector
-        for cursor in self._streams if self._messenger.lands else ():
+        for cursor in self._streams if self._channel.lands else ():
             for step, places in zip(cursor.stream, cursor.places, strict=True):
                 for r, place in zip(step.receives, places, strict=True):
                     into = vector.new_empty(r.stop - r.start) if r.add else vector[r.start : r.stop]
-                    self._messenger.expect(*place, [into])
+                    self._channel.expect(*place, [into])
 
     def advance(self) -> bool:
         """Do what can be done now; True when all that was to come has come."""
@@ -180,18 +181,18 @@ class Execution:
     def lagging(self) -> int:
         for cursor in self._streams:
             for place in cursor.places[cursor.at]:
-                if not self._messenger.arrived(*place):
+                if not self._channel.arrived(*place):
                     return place[0]
         return next((to for to, outgoing in self._sent if not outgoing.done()), self._members[self._index])
 
     def _places(self, stream: Stream) -> list[list[Place]]:
-        """The keys under which the messenger keeps what each step receives."""
+        """The keys under which the channel keeps what each step receives."""
         members, prefix = self._members, self._prefix
         return [[(members[r.source], f"{prefix}{r.key}") for r in step.receives] for step in stream]
 
     def _follow(self, cursor: _Cursor) -> bool:
         """Take a stream as far as it goes; True at its end."""
-        arrived = self._messenger.arrived
+        arrived = self._channel.arrived
         while cursor.at < len(cursor.stream):
             step, places = cursor.stream[cursor.at], cursor.places[cursor.at]
             if not cursor.entered:
@@ -209,13 +210,13 @@ class Execution:
     def _send(self, send: Send) -> None:
         part = self._vector[send.start : send.stop]
         to = self._members[send.to]
-        self._sent.append((to, self._messenger.send(to, f"{self._prefix}{send.key}", [part])))
+        self._sent.append((to, self._channel.send(to, f"{self._prefix}{send.key}", [part])))
         self._meter.bytes_sent += part.nbytes
 
     def _land(self, receives: Sequence[Receive], places: Sequence[Place]) -> None:
         terms: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}  # by part: what is to be added, and whose it is
         for receive, place in zip(receives, places, strict=True):
-            (came,) = self._messenger.take(*place)
+            (came,) = self._channel.take(*place)
             start, stop = receive.start, receive.stop
             if came.numel() != stop - start:
                 raise UnequalSizes(self._what, {self._members[self._index]: stop - start, place[0]: came.numel()})

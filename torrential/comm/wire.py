@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -49,9 +49,6 @@ class Shape(msgspec.Struct, array_like=True, frozen=True):
 class Envelope(msgspec.Struct, Generic[M], array_like=True, frozen=True):
     message: M
     tensors: list[Shape]
-
-
-Destination = Callable[[Any, Sequence[Shape]], Sequence[Tensor] | None]
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -134,9 +131,8 @@ class Connection(Generic[M]):
         self.write(self.frame(message, tensors))
         return sum(t.nbytes for t in tensors)
 
-    def receive(self, destination: Destination | None = None) -> tuple[M, list[Tensor]]:
-        """Read one frame; payloads go straight into the tensors that `destination` names, or into fresh ones. One of
-        another size goes into a fresh one, too: whoever takes it can say what is wrong."""
+    def receive(self) -> tuple[M, list[Tensor]]:
+        """Read one frame."""
         (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
         if not 0 < length <= MAX_HEADER:
             raise WireError(f"header of {length} bytes (limit: {MAX_HEADER})")
@@ -146,18 +142,10 @@ class Connection(Generic[M]):
             raise WireError(f"unreadable header: {error}") from error
         for shape in envelope.tensors:
             check(shape)
-        wanted = destination(envelope.message, envelope.tensors) if destination else None
-        tensors = list(wanted) if wanted is not None else [empty(s) for s in envelope.tensors]
-        if len(tensors) != len(envelope.tensors):
-            raise WireError(f"{len(envelope.tensors)} tensors where {len(tensors)} were expected")
-        for tensor, shape in zip(tensors, envelope.tensors, strict=True):
-            if tensor.dtype != DTYPES[shape.dtype]:
-                raise WireError(f"{shape} does not fit a buffer of {tensor.dtype}")
-        for at, shape in enumerate(envelope.tensors):
-            if tensors[at].numel() != math.prod(shape.sizes):
-                tensors[at] = empty(shape)
-            if tensors[at].numel():
-                self._fill(raw(tensors[at]))
+        tensors = [empty(shape) for shape in envelope.tensors]
+        for tensor in tensors:
+            if tensor.numel():
+                self._fill(raw(tensor))
         return envelope.message, tensors
 
     def _exactly(self, count: int) -> bytearray:

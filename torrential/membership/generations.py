@@ -58,9 +58,7 @@ class Generations:
         source = min(r for r in members if self._standing[r] == furthest)
         behind = [r for r in members if self._standing[r] < furthest or (furthest < 0 and r != source)]
         self.forming_since = None
-        workers = [self._roll.workers[r] for r in members]
-        peers, lives = [w.peers for w in workers], [w.life for w in workers]
-        return m.Go(self.number, members, peers, lives, source, furthest, behind, began)
+        return m.Go(self.number, members, source, furthest, behind, began)
 
     def end_silent(self) -> None:
         """End the workers without whom this generation cannot be agreed on."""

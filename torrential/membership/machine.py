@@ -119,12 +119,12 @@ class Membership:
         if (member := self._roll.find(who)) is not None:
             member.exists = True
 
-    def greeted(self, who: Who, contact: str, peers: str, now: float) -> None:
-        """A member has said its first word: where letters reach it, and where the collectives of workers do."""
+    def greeted(self, who: Who, contact: str, now: float) -> None:
+        """A member has said its first word: where letters reach it."""
         self._notice(now)
         if (member := self._roll.find(who)) is not None:
             member.exists = member.greeted = True
-            member.contact, member.peers = contact, peers
+            member.contact = contact
             member.heard_from()
 
     def hear(self, who: Who, message: Any, now: float, tensors: Sequence[Any] = ()) -> None:
@@ -247,7 +247,7 @@ class Membership:
         """Let a worker begin, where workers do not regroup and there is one generation."""
         assert self.began is not None
         members = sorted(self._roll.workers)
-        self._roll.send(worker, m.Go(1, members, [], [], members[0], self._generations.step, [], self.began))
+        self._roll.send(worker, m.Go(1, members, members[0], self._generations.step, [], self.began))
         self._roll.show(worker, "training")
 
     def _go_on_with(self, newcomer: Member) -> None:

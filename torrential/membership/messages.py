@@ -114,8 +114,6 @@ class Go(MemberMessage, frozen=True):
 
     generation: int
     members: list[int]
-    addresses: list[str]  # where collectives reach them
-    lives: list[int]
     source: int
     applied: int
     behind: list[int]

@@ -49,7 +49,6 @@ class Member:
     who: Who
     heard: float  # when it last said something from where it works
     contact: str = ""  # where letters reach it
-    peers: str = ""  # where the collectives of other workers reach it
     exists: bool = False  # whether whoever starts members has said that it did
     greeted: bool = False  # whether it has said its first word
     left: bool = False

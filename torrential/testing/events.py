@@ -9,7 +9,7 @@ import msgspec
 
 from torrential.comm.protocol import Letter, role_name
 from torrential.membership.messages import Pong, Roster
-from torrential.worlds.sim.comm import SimMessenger
+from torrential.worlds.sim.comm import SimChannel
 from torrential.worlds.sim.group import SimMembership
 from torrential.worlds.sim.kernel import SimRole
 from torrential.worlds.sim.mail import SimMail
@@ -37,7 +37,7 @@ def _words(do: Callable[..., None], args: tuple[Any, ...]) -> str:
     if isinstance(owner, SimMembership) and args:
         about = f"{_brief(args[1])}" if len(args) > 1 else do.__name__
         return f"{args[0]} gets {about}" if do == owner.deliver else f"the membership hears of {args[0]}: {about}"
-    if isinstance(owner, SimMessenger):
+    if isinstance(owner, SimChannel):
         source, generation, tag = args[0]
         return f"worker {owner.rank} gets {tag} of generation {generation} from worker {source}"
     return f"{do.__name__.strip('_')} {', '.join(_brief(a) for a in args if not callable(a))}"

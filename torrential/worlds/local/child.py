@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torrential import descriptors, shipping
-from torrential.comm.letterbox import TensorLetter
-from torrential.comm.messenger import Messenger
+from torrential.comm.channel import TensorLetter
 from torrential.comm.post import Post
 from torrential.comm.protocol import address_of
 from torrential.errors import RunFailed
@@ -35,19 +34,8 @@ CONNECT_SECONDS = 660.0  # as long as a run may take to start
 
 
 def main(spawn: Spawn) -> int:
-    messenger = None
-    if spawn.role == "worker" and spawn.transport != "shared" and spawn.regroups:
-        mine = "tcp:127.0.0.1:0" if spawn.transport == "tcp" else f"{spawn.address}-{spawn.rank}-{spawn.life}"
-        messenger = Messenger(spawn.rank, spawn.life, mine, spawn.token)
     post = None if spawn.role == "observer" else open_post(spawn)
-    hello = m.Hello(
-        spawn.role,
-        spawn.rank,
-        spawn.life,
-        os.getpid(),
-        messenger.address if messenger else "",
-        post.where if post else "",
-    )
+    hello = m.Hello(spawn.role, spawn.rank, spawn.life, os.getpid(), post.where if post else "")
     link = SupervisorLink(spawn.address, spawn.token, hello, CONNECT_SECONDS)
     worker: RoleContext | None = None  # the context of its program, once it is built
     try:
@@ -62,7 +50,7 @@ def main(spawn: Spawn) -> int:
                 assert post is not None
                 role = _role(job, spawn.role)
                 post.understand(reduce(or_, job.strategy.letters, Message | TensorLetter))
-                worker, comm = _build(job, role, spawn, link, messenger, post)
+                worker, comm = _build(job, role, spawn, link, post)
                 link.send(m.Ready())
                 if role.name == "coordinator":
                     link.until(lambda: comm.first is not None or link.dismissed, "the first view", 1e9)
@@ -89,9 +77,7 @@ def _open(spawn: Spawn) -> Job:
     return job
 
 
-def _build(
-    job: Job, role: Role, spawn: Spawn, link: SupervisorLink, messenger: Messenger | None, post: Post
-) -> tuple[RoleContext, LocalComm]:
+def _build(job: Job, role: Role, spawn: Spawn, link: SupervisorLink, post: Post) -> tuple[RoleContext, LocalComm]:
     config, rank, life = job.config, address_of(spawn.role, spawn.rank), spawn.life
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.settings.threads or max(1, cores // config.workers))
@@ -105,7 +91,7 @@ def _build(
     backend = None if not native else ("nccl" if own_gpu else "gloo")
     buffers = Buffers(link, rank)
     kept = job.directory / "costs.json"
-    comm = LocalComm(rank, config.workers, link, buffers, messenger, post, config.local, backend, kept)
+    comm = LocalComm(rank, config.workers, link, buffers, post, config.local, backend, kept)
     comm.own_memory = role.death in ("view", "restart")
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
     reduce_device = device if backend == "nccl" else torch.device("cpu")

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torrential.comm.channel import PostChannel
 from torrential.comm.choosing import Chooser
 from torrential.comm.hierarchical import HierarchicalCarrier
-from torrential.comm.letterbox import LetterBox
-from torrential.comm.messenger import Messenger, exchange_markers
 from torrential.comm.native import NativeCarrier
 from torrential.comm.points import PointToPoint
 from torrential.comm.post import Post
@@ -27,7 +26,7 @@ from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.shared import MAIL_BYTES, MAX_RANKS, WORDS, SharedCarrier
 from torrential.config import LocalSettings
-from torrential.errors import PeerLost, Regrouped, RunFailed
+from torrential.errors import Regrouped, RunFailed
 from torrential.membership.regrouping import leave, meet
 from torrential.records import Event
 from torrential.worlds.local import messages as m
@@ -42,28 +41,30 @@ class LocalComm(LocalMail):
     """Implements comm.protocol.Comm."""
 
     def __init__(
-        self, rank: int, workers: int, link: SupervisorLink, buffers: Buffers, messenger: Messenger | None, post: Post,
-        settings: LocalSettings, backend: str | None, kept: Path | None = None,
+        self, rank: int, workers: int, link: SupervisorLink, buffers: Buffers, post: Post, settings: LocalSettings,
+        backend: str | None, kept: Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__(rank, link, buffers, post, settings.transport == "shared" and backend is None)
-        self.rank, self._settings, self._messenger = rank, settings, messenger
+        self.rank, self._settings = rank, settings
+        self._by_messages = settings.transport != "shared"  # collectives; else in shared memory
+        self._channel = PostChannel(post)
         self.members: tuple[int, ...] = ()
         self.generation = 0
         self._box, self._asked = link.box(m.AllStopped, m.Go), link.box(m.Finish)
         self._workers = workers
         self._small: SharedCarrier | ScheduledCarrier
-        if messenger is None:
+        if not self._by_messages:
             self._small = self._shared("", self.meter)
         elif settings.algorithm == "hierarchical":
             self._small = HierarchicalCarrier(
-                rank, self.meter, self.check, settings.timeout, messenger, self._shared, self._host
+                rank, self.meter, self.check, settings.timeout, self._channel, self._shared, self._host
             )
         else:
-            self._small = ScheduledCarrier(rank, self.meter, self.check, settings.timeout, messenger)
+            self._small = ScheduledCarrier(rank, self.meter, self.check, settings.timeout, self._channel)
         self._small.complaints = self
         self._groups: dict[tuple[int, ...], SharedCarrier | ScheduledCarrier] = {}  # of this generation
         self._points = PointToPoint(
-            self._box_of_parcels() if messenger is None else messenger,
+            self._channel,
             self.meter,
             self.check,
             settings.timeout,
@@ -75,7 +76,7 @@ class LocalComm(LocalMail):
             self._native = NativeCarrier(rank, self.meter, self.check, settings.timeout, backend)
             self._native.complaints = self
         self.chooser: Chooser | None = None  # where there is something to choose
-        if messenger is not None and settings.algorithm == "auto":
+        if self._by_messages and settings.algorithm == "auto":
             names = [*ALGORITHMS, *([] if self._native is None else ["native"])]
             self.chooser = Chooser(
                 self, lambda name, tensor: self._all_reduce(name, tensor).wait(), names, settings.transport, kept
@@ -97,10 +98,12 @@ class LocalComm(LocalMail):
 
     # -- computing ----------------------------------------------------------------------------------------------
     def compute(self, samples: float, work: Callable[[], T]) -> T:
+        self._channel.read_meanwhile()
         return work()
 
     def reached(self, share: float, then: Callable[[], None]) -> None:
         then()
+        self._channel.read_meanwhile()
 
     # -- collectives --------------------------------------------------------------------------------------------
     def all_reduce(self, tensor: Tensor) -> Handle:
@@ -111,7 +114,7 @@ class LocalComm(LocalMail):
         if self._settings.algorithm != "auto":
             return self._settings.algorithm
         if self.chooser is None or len(self.members) == 1:
-            return "shared" if self._messenger is None else "direct"
+            return "direct" if self._by_messages else "shared"
         return self.chooser.pick(nbytes)
 
     def _all_reduce(self, algorithm: str, tensor: Tensor) -> Handle:
@@ -140,11 +143,11 @@ class LocalComm(LocalMail):
         if members not in self._groups:
             name = ",".join(map(str, members))
             carrier: SharedCarrier | ScheduledCarrier
-            if self._messenger is None:
+            if not self._by_messages:
                 carrier = self._shared(f"/{name}", self.meter)
             else:
                 carrier = ScheduledCarrier(
-                    self.rank, self.meter, self.check, self._settings.timeout, self._messenger, f"{name}:"
+                    self.rank, self.meter, self.check, self._settings.timeout, self._channel, f"{name}:"
                 )
             carrier.complaints, carrier.among = self, f" among workers {', '.join(map(str, members))}"
             carrier.regroup(self.generation, members)
@@ -186,19 +189,10 @@ class LocalComm(LocalMail):
         generation = go.generation
         self.generation, self.members = generation, tuple(go.members)
         self._began = go.began
-        if self._messenger is not None:
-            peers = zip(go.members, go.addresses, go.lives, strict=True)
-            try:
-                self._messenger.regroup(generation, {r: (a, life) for r, a, life in peers if r != self.rank})
-                exchange_markers(self._messenger, self.members, self.check, self._settings.timeout)
-            except PeerLost:
-                self._link.until(lambda: self._link.newest_generation > generation, "word of a lost peer")
-                self.check()
+        self._channel.regroup(generation)
         self._small.regroup(generation, self.members)
         self._groups.clear()
         self._points.regroup(self.rank, self.members)
-        if isinstance(self._points.channel, LetterBox):
-            self._points.channel.regroup(generation)
         if self._native is not None:
             self._small.barrier().wait()  # all are here: the library's own rendezvous is not left waiting for the dead
             try:
@@ -271,5 +265,3 @@ class LocalComm(LocalMail):
         for native in (self._native, self._group_of_torch):
             if native is not None:
                 native.close()
-        if self._messenger is not None:
-            self._messenger.close()

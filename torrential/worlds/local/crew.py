@@ -65,10 +65,9 @@ class ProcessMessage:
 
 
 class Crew:
-    def __init__(self, nursery: socket.socket, parcel: tuple[int, int], transport: str, regroups: bool) -> None:
-        """`regroups`: workers meet in generations, and need connections of their own for that."""
+    def __init__(self, nursery: socket.socket, parcel: tuple[int, int], transport: str) -> None:
         self._nursery: wire.Connection[Message] = wire.Connection(nursery, Message)
-        self._parcel, self._transport, self._regroups = parcel, transport, regroups
+        self._parcel, self._transport = parcel, transport
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._admission = Admission(f"unix:@torrential-{secrets.token_hex(8)}", self._token, m.Hello)
         self.reports: queue.SimpleQueue[ProcessMessage | Born | Ended | None] = queue.SimpleQueue()
@@ -82,9 +81,7 @@ class Crew:
         self.processes[who] = Process(who)
         parcel = (os.getpid(), *self._parcel)
         role, number = role_of(who.address)
-        spawn = Spawn(
-            role, number, who.life, self._admission.address, self._token, parcel, self._transport, self._regroups
-        )
+        spawn = Spawn(role, number, who.life, self._admission.address, self._token, parcel, self._transport)
         try:
             self._nursery.send(spawn)
         except wire.Closed as error:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torrential.comm.letterbox import LetterBox, TensorLetter
 from torrential.comm.post import Contact, Post
 from torrential.comm.protocol import Handle, Letter, Meter, address_of, letter_by_letter
 from torrential.server.messages import Message, View
@@ -52,8 +50,6 @@ class LocalMail:
         self.meter = Meter()
         self.view = View(-1, (), ())
         self._began = time.monotonic()
-        self._parcels: LetterBox | None = None
-        self._kept: deque[Letter] = deque()  # read while somebody waited for a parcel
         self.first: int | None = None  # the version of the first view heard of
         self._lives: dict[int, int] = {}
         self._pinged = False  # asked whether this role gets on
@@ -109,23 +105,6 @@ class LocalMail:
         self.meter.bytes_sent += sum(t.nbytes for t in tensors)
         return handle
 
-    def _box_of_parcels(self) -> LetterBox:
-        """The box in which tensors arrive that other members send; its letters are read with all others."""
-        self._parcels = LetterBox(self._post, self._read_parcels)
-        return self._parcels
-
-    def _read_parcels(self, seconds: float) -> None:
-        """Wait for a letter, and keep it for whoever receives, unless it is a parcel."""
-        letter = self._post.receive(seconds)
-        if letter is not None and not self._is_parcel(letter) and not _is_ping(letter):
-            self._kept.append(letter)
-
-    def _is_parcel(self, letter: Letter) -> bool:
-        if self._parcels is None or not isinstance(letter.message, TensorLetter):
-            return False
-        self._parcels.deliver(letter.source, letter.message, letter.tensors)
-        return True
-
     def land(self, where: Callable[[Any], Sequence[Tensor] | None]) -> None:
         self._post.landing = where
 
@@ -133,8 +112,8 @@ class LocalMail:
         began = time.perf_counter()
         self._receiving = True
         self.answer_ping()
-        letter = self._kept.popleft() if self._kept else self._post.receive(timeout)
-        while letter is not None and (self._is_parcel(letter) or _is_ping(letter)):
+        letter = self._post.receive(timeout)
+        while letter is not None and _is_ping(letter):
             self.answer_ping()
             gone = time.perf_counter() - began
             letter = self._post.receive(None if timeout is None else max(0.0, timeout - gone))

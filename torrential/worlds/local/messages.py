@@ -38,8 +38,7 @@ class Hello(MemberMessage, frozen=True):
     rank: int
     life: int
     pid: int
-    address: str  # where peers can reach it
-    letters: str = ""  # where letters can
+    contact: str  # where letters reach it; "": nowhere
 
 
 class BufferWanted(MemberMessage, frozen=True):

@@ -35,7 +35,6 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
     token: bytes
     parcel: tuple[int, int, int]  # the supervisor's pid, and two of its descriptors
     transport: str
-    regroups: bool  # whether workers meet in generations
 
 
 class Born(msgspec.Struct, frozen=True, tag=True):

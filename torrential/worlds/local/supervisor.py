@@ -50,8 +50,7 @@ class LocalWorld:
         self._launch.used = True
         registry = Registry()
         parcel = shipping.pack(job)
-        regroups = any(members.name == "worker" and members.death != "view" for members in population(job))
-        crew = Crew(self._launch.socket, parcel.fds, job.config.local.transport, regroups)
+        crew = Crew(self._launch.socket, parcel.fds, job.config.local.transport)
         try:
             _Supervision(job, crew, registry, write, listener).supervise()
         finally:
@@ -130,7 +129,7 @@ class _Supervision:
     def _hear(self, report: ProcessMessage) -> None:
         membership, who, message = self._membership, report.process.who, report.message
         if isinstance(message, m.Hello):
-            self._tell(lambda now: membership.greeted(who, message.letters, message.address, now))
+            self._tell(lambda now: membership.greeted(who, message.contact, now))
         elif isinstance(message, m.SnapshotTaken):
             self._tell(lambda now: membership.snapshot_taken(who, message, now, report.tensors))
         else:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
-from torrential.comm.messenger import Key
+from torrential.comm.channel import Key
 from torrential.comm.outbox import Outgoing
 from torrential.comm.points import PointToPoint
 from torrential.comm.protocol import COORDINATORS, Agreement, Handle, Part, role_name
@@ -33,8 +33,8 @@ T = TypeVar("T")
 W = TypeVar("W", m.Go, m.AllStopped)
 
 
-class SimMessenger:
-    """The simulated counterpart of comm.messenger.Messenger, as collectives use it."""
+class SimChannel:
+    """Implements comm.channel.Channel."""
 
     lands = False  # what comes is copied when it is taken
 
@@ -58,7 +58,7 @@ class SimMessenger:
             nbytes, copies = as_now(tensors)
             nbytes = HEADER + (0 if comm.together else nbytes)
             came = (self.rank, self.generation, tag), copies
-            hub.network.send(comm.address, comm.host, to, receiver.host, nbytes, receiver.messenger.deliver, *came)
+            hub.network.send(comm.address, comm.host, to, receiver.host, nbytes, receiver.channel.deliver, *came)
         return SENT
 
     def deliver(self, key: Key, tensors: list[Tensor]) -> None:
@@ -76,6 +76,10 @@ class SimMessenger:
 
     def take(self, source: int, tag: str) -> list[Tensor]:
         return self._arrived.pop((source, self.generation, tag))
+
+    def expect(self, source: int, tag: str, into: Sequence[Tensor]) -> None: ...
+
+    def poll(self) -> None: ...
 
     def pause(self, seconds: float) -> None:
         """Wait until there is news; nothing has to be polled in the meantime."""
@@ -113,11 +117,11 @@ class SimComm(SimMail):
         self._newest = 0  # generation that was called
         self._words: list[m.Go | m.AllStopped] = []
         self._dismissed = self._asked = False
-        self.messenger = SimMessenger(self)
-        self.carrier = ScheduledCarrier(rank, self.meter, self.check, config.settings.timeout, self.messenger)  # type: ignore[arg-type]
+        self.channel = SimChannel(self)
+        self.carrier = ScheduledCarrier(rank, self.meter, self.check, config.settings.timeout, self.channel)
         self.carrier.complaints = self
         self._groups: dict[tuple[int, ...], SimGroup] = {}  # of this generation
-        self._points = PointToPoint(self.messenger, self.meter, self.check, config.settings.timeout, self)
+        self._points = PointToPoint(self.channel, self.meter, self.check, config.settings.timeout, self)
         self._seconds_per_sample, self._batch = seconds_per_sample, 0
         self._later: list[tuple[float, Callable[[], None]]] = []
 
@@ -198,7 +202,7 @@ class SimComm(SimMail):
                 self.meter,
                 self.check,
                 self._config.settings.timeout,
-                self.messenger,  # type: ignore[arg-type]
+                self.channel,
                 f"{','.join(map(str, members))}:",
             )
             carrier.complaints, carrier.among = self, f" among workers {', '.join(map(str, members))}"
@@ -228,7 +232,7 @@ class SimComm(SimMail):
                 self._asked = True
             case _:
                 return super().hear(message)
-        self.messenger.tell()
+        self.channel.tell()
 
     def check(self) -> None:
         if self._newest > self.generation:
@@ -239,7 +243,7 @@ class SimComm(SimMail):
         self.generation, self.members = go.generation, tuple(go.members)
         self._alone = len({self.hub.cluster.host_of_worker(rank) for rank in self.members}) == 1
         self.together = self.hub.shared and self._alone
-        self.messenger.regroup(self.generation)
+        self.channel.regroup(self.generation)
         self.carrier.regroup(self.generation, self.members)
         self._points.regroup(self.rank, self.members)
         self._groups.clear()
