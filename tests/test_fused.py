@@ -10,8 +10,8 @@ from network import Hub, MemoryComm, flat_layout
 
 from torrential import fused
 from torrential.errors import BadInput
+from torrential.optimizers import OptimizerSpec, optimizer
 from torrential.server.optimizer import RangeOptimizer, Store
-from torrential.task import OptimizerSpec, optimizer
 
 HALVES = [torch.bfloat16, torch.float16]
 OPTIONS: list[tuple[str, dict[str, Any]]] = [

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from torrential.comm.protocol import Agreement, Meter, Part, slices
+from torrential.optimizers import OptimizerSpec, optimizer
 from torrential.params import shared
 from torrential.params.base import Finished, Update
 from torrential.params.layout import Layout, plan
 from torrential.params.shared import SharedParameters, Unit
-from torrential.task import OptimizerSpec, optimizer
 
 BUCKET = 400  # bytes: several buckets even in a small model
 

@@ -8,10 +8,10 @@ from network import Hub, MemoryComm, flat_layout
 from torch import Tensor
 
 from torrential.errors import BadInput, RunFailed
+from torrential.optimizers import OptimizerSpec
 from torrential.params.layout import Bucket, Layout, ParameterEntry
 from torrential.server.optimizer import RangeOptimizer, Store, bounds
 from torrential.server.whole import optimizer_of
-from torrential.task import OptimizerSpec
 
 SIZES = (40, 7, 53)
 NUMEL = sum(SIZES)

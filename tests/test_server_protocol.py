@@ -10,9 +10,9 @@ from network import Cluster, Deadlock, Hub
 
 from torrential.comm.protocol import SERVERS
 from torrential.errors import BadInput, RunFailed, WaitedTooLong
+from torrential.optimizers import OptimizerSpec
 from torrential.server.consistency import Consistency
 from torrential.server.messages import Add, Done, Push, Refused, Replicate, Replicated
-from torrential.task import OptimizerSpec
 
 SGD = OptimizerSpec(torch.optim.SGD, 1.0)
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
 
 from torrential.errors import BadInput, UnknownName
-from torrential.task import OptimizerSpec, Task, accuracy, optimizer, with_validation
+from torrential.optimizers import OptimizerSpec, optimizer
+from torrential.task import Task, accuracy, with_validation
 
 
 def data(samples: int = 20) -> TensorDataset:

@@ -13,6 +13,7 @@ TYPE_CHECKING = False  # type checkers know better; nothing more is imported bef
 if TYPE_CHECKING:
     from torrential.data.deal import Batch
     from torrential.errors import TorrentialError
+    from torrential.optimizers import optimizer
     from torrential.records import read_records
     from torrential.reporting.page import report
     from torrential.run import TrainResult, train
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from torrential.strategies.ssp import Ssp
     from torrential.study.compare import compare
     from torrential.study.comparison import Comparison
-    from torrential.task import Task, accuracy, optimizer
+    from torrential.task import Task, accuracy
     from torrential.tasks import load_task
     from torrential.worlds.sim.cluster import Cluster
 
@@ -93,7 +94,7 @@ _HOME = {
     "accuracy": "torrential.task",
     "compare": "torrential.study.compare",
     "load_task": "torrential.tasks",
-    "optimizer": "torrential.task",
+    "optimizer": "torrential.optimizers",
     "read_records": "torrential.records",
     "report": "torrential.reporting.page",
     "train": "torrential.run",

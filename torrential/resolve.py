@@ -21,10 +21,11 @@ from torrential.descriptors import check_descriptors
 from torrential.errors import BadInput, UnknownName
 from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe, without_effect
 from torrential.optim.schedule import schedule_of
+from torrential.optimizers import OptimizerSpec
 from torrential.options import make
 from torrential.strategies.base import Strategy, needs_servers
 from torrential.strategies.registry import Given, Resolved, plain_options, resolve_strategy
-from torrential.task import OptimizerSpec, Task, with_validation
+from torrential.task import Task, with_validation
 from torrential.trainer.optimizer import check_optimizer
 from torrential.trainer.slow import Slow
 from torrential.tryout import Sample, try_once, try_resized

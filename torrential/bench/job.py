@@ -12,8 +12,9 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from torrential.config import LocalSettings, RunConfig
+from torrential.optimizers import optimizer
 from torrential.strategies.base import Strategy
-from torrential.task import Task, optimizer
+from torrential.task import Task
 from torrential.worlds.base import Job
 
 

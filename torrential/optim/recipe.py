@@ -16,8 +16,8 @@ from torrential.optim.lamb import LAMB
 from torrential.optim.lars import LARS
 from torrential.optim.norms import exempt, ghost, zero_last_gamma
 from torrential.optim.schedule import Schedule
+from torrential.optimizers import OptimizerSpec
 from torrential.options import make
-from torrential.task import OptimizerSpec
 
 RECIPES: dict[str, dict[str, Any]] = {
     "none": {},

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torrential.comm.protocol import Agreement, Comm, Handle
+from torrential.optimizers import OptimizerSpec
 from torrential.params.layout import Bucket, Layout
-from torrential.task import OptimizerSpec
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from torrential.optimizers import OptimizerSpec
 from torrential.params.whole import OptimizerTraits, is_number
-from torrential.task import OptimizerSpec
 
 
 def states_of(

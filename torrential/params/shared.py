@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torrential.comm.protocol import Agreement, Comm, Handle, Part
 from torrential.comm.shared import MAX_RANKS
 from torrential.optim.rates import Rates
+from torrential.optimizers import OptimizerSpec
 from torrential.params.base import Finished, Update, counts_steps, dtype_name, flat_gradient, gradients, state_keys
 from torrential.params.layout import Bucket, Layout, Piece
-from torrential.task import OptimizerSpec
 
 UNIT = 1 << 18  # elements updated between two entries in the journal
 

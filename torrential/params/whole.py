@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from torrential.errors import BadInput, RunFailed
 from torrential.optim.rates import Rates
+from torrential.optimizers import OptimizerSpec
 from torrential.params.layout import Layout, ParameterEntry
-from torrential.task import OptimizerSpec
 from torrential.usercode import failed
 
 _STEPS = 3

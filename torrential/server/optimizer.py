@@ -21,11 +21,11 @@ from torch import Tensor
 from torrential.comm.protocol import Mail
 from torrential.errors import BadInput
 from torrential.optim.rates import Rates
+from torrential.optimizers import OptimizerSpec
 from torrential.params.base import counts_steps, is_elementwise, state_keys
 from torrential.params.layout import Layout, Piece
 from torrential.params.whole import OptimizerTraits, form_of
 from torrential.server.messages import Span
-from torrential.task import OptimizerSpec
 
 MOST_KEPT = 256  # views and optimizers of parts of a range
 Scalars = dict[int, dict[str, float]]  # by entry, by name

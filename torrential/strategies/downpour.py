@@ -16,12 +16,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 import torch
 
+from torrential.optimizers import OptimizerSpec
 from torrential.server.client import PendingRequest
 from torrential.server.consistency import Consistency
 from torrential.strategies.base import Strategy
 from torrential.strategies.context import Context
 from torrential.strategies.roles import Role, Roles, Servers
-from torrential.task import OptimizerSpec
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 ADAGRAD_RATE = 0.01  # torch's default, too

@@ -7,12 +7,12 @@ from torch import nn
 from torrential.config import RunConfig
 from torrential.errors import BadInput, RunFailed
 from torrential.optim.schedule import schedule_of
+from torrential.optimizers import OptimizerSpec
 from torrential.params.base import gradients, is_elementwise
 from torrential.params.layout import Layout, plan
 from torrential.params.whole import DRAWS, form_of
 from torrential.server.optimizer import bounds
 from torrential.strategies.base import Strategy, servers_of
-from torrential.task import OptimizerSpec
 
 
 def check_optimizer(config: RunConfig, strategy: Strategy, spec: OptimizerSpec, model: nn.Module) -> list[str]:
