@@ -52,10 +52,10 @@ class ReplicatedParameters:
         self._optimizer = spec.build(
             [self._parameters[e.index] for e in ordered], device.type, [e.name for e in ordered]
         )
-        self._rates = Rates(self._optimizer, spec.lr)
+        self._rates = Rates(self._optimizer, spec)
         self._form = None if is_elementwise(spec) else form_of(spec, layout, computing_device(device))
         self._outside = None if self._form is None or self._form.outside is not None else Outside(self._optimizer)
-        begin_momentum(spec, self._optimizer, self._parameters)
+        begin_momentum(spec, self._optimizer)
         self._staged = reduce_device.type != device.type  # gradients travel to the host and back
         self._summed: dict[torch.dtype, Tensor] = {}
         for dtype, numel in layout.sizes.items():

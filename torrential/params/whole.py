@@ -90,7 +90,7 @@ _found: dict[tuple[Any, ...], OptimizerTraits] = {}
 
 def form_of(spec: OptimizerSpec, layout: Layout, device_type: str = "cpu") -> OptimizerTraits:
     """Try the optimizer. Raises BadInput if it cannot train such tensors, or changes its learning rate by itself."""
-    key = spec.kind, spec.lr, repr(sorted(spec.options.items())), spec.exempt, layout.entries, device_type
+    key = *spec.key, layout.entries, device_type
     if key not in _found:
         with torch.random.fork_rng(devices=[]):
             _found[key] = _try(spec, in_order(layout), device_type)
@@ -118,7 +118,7 @@ class _Trial:
         self._entries, self._device, self._size = entries, device_type, size  # `size`: of gradients
         self.parameters = [as_parameter(e, self._values(e, 0)) for e in entries]
         self.optimizer = spec.build(self.parameters, device_type, [e.name for e in entries])
-        self._rates, self._base = Rates(self.optimizer, spec.lr), spec.lr
+        self._rates, self._base = Rates(self.optimizer, spec), spec.lr
         self.seen = [self._keys()]  # of the state of each tensor: at first, and after every step
 
     def _values(self, entry: ParameterEntry, number: int) -> Tensor:

@@ -46,7 +46,7 @@ class WholeOptimizer:
         if self._entries and not store.parameters.is_meta:
             names = [entry.name for entry in self._entries]
             self._optimizer = store.spec.build(self._parameters, names=names)
-            self._rates = Rates(self._optimizer, store.spec.lr)
+            self._rates = Rates(self._optimizer, store.spec)
             self._outside = Outside(self._optimizer)
             for entry, parameter in zip(self._entries, self._parameters, strict=True):
                 if entry.index in scalars:

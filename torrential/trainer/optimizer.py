@@ -24,7 +24,7 @@ def check_optimizer(config: RunConfig, strategy: Strategy, spec: OptimizerSpec, 
         _check_served(config.servers, spec, layout)
     if is_elementwise(spec):
         if not on_gpu:
-            spec.build(gradients(model, layout))
+            spec.build(gradients(model, layout), names=[entry.name for entry in layout.entries])
         return []
     try:
         form = form_of(spec, layout)
