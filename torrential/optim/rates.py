@@ -44,13 +44,14 @@ def groups_of(rate: float) -> tuple[Moved, ...]:
 
 def rate_of(groups: Iterable[Mapping[str, Any]], options: Iterable[str] = ("lr",)) -> Rate:
     """The rate that hands on some options of a built optimizer's `param_groups`, as they are now."""
-    moved = tuple({name: _plain(group[name]) for name in options} for group in groups)
+    moved = tuple({name: plain(group[name]) for name in options} for group in groups)
     first = moved[0]["lr"]
     assert isinstance(first, float)
     return Rate(first, moved)
 
 
-def _plain(value: Any) -> Option:
+def plain(value: Any) -> Option:
+    """An option of a group as numbers that can be sent."""
     return tuple(map(float, value)) if isinstance(value, list | tuple) else float(value)
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from torrential.comm.protocol import Agreement
+from torrential.optim.outside import Outside
 from torrential.optim.rates import Rates
 from torrential.optimizers import OptimizerSpec
 from torrential.params.base import computing_device, dtype_name, is_elementwise
 from torrential.params.layout import Layout
 from torrential.params.optimizer_state import begin_momentum, restored, states_of
-from torrential.params.whole import Outside, form_of, in_order
+from torrential.params.whole import form_of, in_order
 
 
 class LocalParameters:

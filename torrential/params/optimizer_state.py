@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from torrential.optim.outside import is_number
 from torrential.optimizers import OptimizerSpec
-from torrential.params.whole import OptimizerTraits, is_number
+from torrential.params.whole import OptimizerTraits
 
 
 def states_of(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torrential.comm.protocol import Agreement, Comm, Handle
 from torrential.errors import RunFailed
+from torrential.optim.outside import Outside
 from torrential.optim.rates import Rates
 from torrential.optimizers import OptimizerSpec
 from torrential.params.base import (
@@ -30,7 +31,7 @@ from torrential.params.base import (
 )
 from torrential.params.layout import Bucket, Layout, ParameterEntry
 from torrential.params.optimizer_state import begin_momentum, restored, states_of
-from torrential.params.whole import DRAWS, Outside, form_of, in_order
+from torrential.params.whole import DRAWS, form_of, in_order
 
 
 class ReplicatedParameters:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from torrential.errors import RunFailed
+from torrential.optim.outside import Outside
 from torrential.optim.rates import Rates
 from torrential.params.layout import ParameterEntry
-from torrential.params.whole import Outside, as_parameter, in_order
+from torrential.params.whole import as_parameter, in_order
 from torrential.server.messages import Span
 from torrential.server.optimizer import RangeOptimizer, Scalars, Store
 
