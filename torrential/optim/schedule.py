@@ -165,9 +165,7 @@ def schedule_of(config: RunConfig, joined: int, own: Given | None = None) -> Sch
     """The schedule of a run whose steps take `joined` samples. `own`: the task's, if it has one."""
     total = config.epochs * config.samples
     if config.steps is not None:
-        epochs, more = divmod(
-            config.steps, -(-config.samples // joined)
-        )  # the last step of an epoch may be a short one
+        epochs, more = divmod(config.steps, -(-config.samples // joined))  # an epoch's last step may be a short one
         total = min(total, epochs * config.samples + more * joined)
     batch = config.base_batch or config.batch_size
     given = own_schedule(own, config.samples, batch, total)
