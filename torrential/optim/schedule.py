@@ -147,9 +147,10 @@ class Schedule:
 def examine_schedule(config: RunConfig, joined: int, given: Given | None) -> tuple[Given | None, dict[str, Any] | None]:
     """The task's own schedule with the options that it moves, and its course in plain values. Raises BadInput where a
     run cannot follow it."""
+    if given is None:
+        return None, None
     own, again = (schedule_of(config, joined, given).own for _ in range(2))
-    if own is None or again is None:
-        return given, None
+    assert own is not None and again is not None
     described = own.describe()
     if again.describe() != described:
         raise BadInput(
