@@ -41,6 +41,7 @@ NAMES = [
     "optimizer",
     "read_records",
     "report",
+    "scheduler",
     "train",
 ]
 

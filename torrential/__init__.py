@@ -13,9 +13,11 @@ TYPE_CHECKING = False  # type checkers know better; nothing more is imported bef
 if TYPE_CHECKING:
     from torrential.data.deal import Batch
     from torrential.errors import TorrentialError
+    from torrential.optimizers import optimizer
     from torrential.records import read_records
     from torrential.reporting.page import report
     from torrential.run import TrainResult, train
+    from torrential.schedulers import scheduler
     from torrential.server.consistency import Consistency
     from torrential.server.messages import View
     from torrential.server.shard import Shard
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from torrential.strategies.ssp import Ssp
     from torrential.study.compare import compare
     from torrential.study.comparison import Comparison
-    from torrential.task import Task, accuracy, optimizer
+    from torrential.task import Task, accuracy
     from torrential.tasks import load_task
     from torrential.worlds.sim.cluster import Cluster
 
@@ -64,6 +66,7 @@ __all__ = [
     "optimizer",
     "read_records",
     "report",
+    "scheduler",
     "train",
 ]
 
@@ -93,9 +96,10 @@ _HOME = {
     "accuracy": "torrential.task",
     "compare": "torrential.study.compare",
     "load_task": "torrential.tasks",
-    "optimizer": "torrential.task",
+    "optimizer": "torrential.optimizers",
     "read_records": "torrential.records",
     "report": "torrential.reporting.page",
+    "scheduler": "torrential.schedulers",
     "train": "torrential.run",
 }
 

@@ -64,7 +64,7 @@ class PlainTraining:
         seed_all(torch.device("cpu"), config.seed, 0)
         model = task.model()
         yield model
-        optimizer = task.optimizer.build(model.parameters())
+        optimizer = task.optimizer_spec.build(model.parameters())
         deal, batches = Deal(config.samples, config.seed), Batches(task.train)
         for size in sizes:
             joined = order(config.samples, config.seed, deal.epoch)[deal.cursor : deal.cursor + size]
