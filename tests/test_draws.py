@@ -21,10 +21,10 @@ from torch.utils.data import Dataset, TensorDataset
 import torrential as tt
 from tests.test_equivalence import assert_equal_models, fresh
 from torrential.data.deal import Deal, order
+from torrential.randomness import seed_all
 from torrential.records import RECORDS
 from torrential.strategies import STRATEGIES
 from torrential.strategies.base import needs_servers
-from torrential.trainer.randomness import seed_all
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -17,17 +17,18 @@ import torch
 from torch import Tensor
 
 from torrential.comm.protocol import SERVERS, Letter
-from torrential.data.batches import Batches
-from torrential.data.deal import Deal, order
+from torrential.data.batches import training_batches
+from torrential.data.deal import Deal
 from torrential.membership.machine import Membership
+from torrential.randomness import seed_all
 from torrential.server.messages import Done, Push, Range, Refused, Take
 from torrential.server.server import Server
 from torrential.server.shard import Shard
+from torrential.step import run_step
 from torrential.strategies.base import needs_servers
 from torrential.testing.events import EVENTS, Happened
 from torrential.testing.ledger import Ledger
 from torrential.trainer.context import RoleContext
-from torrential.trainer.randomness import seed_all
 from torrential.trainer.server_plan import ServerPlan
 from torrential.trainer.snapshot import Snapshot
 from torrential.worlds.base import Job
@@ -207,13 +208,13 @@ class Audit:
             return
         model = _fresh(self._job)
         optimizer = task.optimizer.build(model.parameters())
-        deal, batches = Deal(config.samples, config.seed), Batches(task.train)
+        deal, batches = Deal(config.samples, config.seed), training_batches(task)
         for step in range(1, steps + 1):
             taken = self._taken[step]
-            joined = order(config.samples, config.seed, deal.epoch)[deal.cursor : deal.cursor + taken]
-            inputs, targets = batches.fetch(joined)
+            joined = deal.order.between(deal.epoch, deal.cursor, deal.cursor + taken)
+            batch = batches.fetch(joined, deal.epoch)
             optimizer.zero_grad()
-            task.loss(model(inputs), targets).backward()
+            run_step(task, model, batch).loss.backward()
             optimizer.step()
             deal.advance(taken)
         for worker in workers:

@@ -51,7 +51,7 @@ class LocalWorld:
         registry = Registry()
         parcel = shipping.pack(job)
         regroups = any(members.name == "worker" and members.death != "view" for members in population(job))
-        crew = Crew(self._launch.socket, parcel.fds, job.config.local.transport, regroups)
+        crew = Crew(self._launch.socket, parcel.fds, job.config.local, regroups)
         try:
             _Supervision(job, crew, registry, write, listener).supervise()
         finally:
