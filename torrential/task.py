@@ -234,13 +234,19 @@ class Task:
             )
         if self.metric is None:
             object.__setattr__(self, "metric", accuracy if self.step is None else "loss")
-        if self.metric == "loss":
+        named = isinstance(self.metric, str)
+        if named and self.metric == "loss":
             object.__setattr__(self, "maximize", False)
+        elif named and self.step is None:
+            raise BadInput(
+                f"metric must be a function (got {self.metric!r}); names are those of figures, which a step of the "
+                "task's own gives"
+            )
         for role in ("model", "loss", "step", "collate"):
             value = getattr(self, role)
             if not callable(value) and (value is not None or role == "model"):
                 raise BadInput(f"{role} must be a function (got {value!r})")
-        if not (isinstance(self.metric, str) or callable(self.metric) or is_metric_object(self.metric)):
+        if not (named or callable(self.metric) or is_metric_object(self.metric)):
             raise BadInput(
                 f"metric must be a function, the name of a figure, or have update and compute (got {self.metric!r})"
             )
