@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import sys
 import time
@@ -37,6 +38,7 @@ from torrential.usercode import failed
 Place = tuple[int, int, int]  # the epoch, and where in its order the batch begins and ends
 MOST_ASKED = 2  # requests that one loader has before it
 _REPLY_BYTES = 1 << 16
+_LONGEST_TEXT = 6000  # characters of a failure, of which each may be four bytes
 
 ReadBatch = Callable[[Place], Any]
 
@@ -151,6 +153,14 @@ def _gone(loader: LoaderProcess) -> RunFailed:
     return RunFailed(f"{loader.name} is gone ({how}); if memory was short use fewer loaders, then go on with --resume")
 
 
+def end_loaders(loaders: Sequence[LoaderProcess]) -> None:
+    """End a worker's loaders when it has no more use for them."""
+    for loader in loaders:
+        loader.line.close()
+        os.kill(loader.pid, signal.SIGKILL)
+        os.waitpid(loader.pid, 0)
+
+
 # -- the loader's side ------------------------------------------------------------------------------------------------
 def fork_loaders(worker: int, count: int, prepare: Callable[[], ReadBatch]) -> list[LoaderProcess]:
     """Fork the loaders of a worker; each calls `prepare` for what reads its batches. The caller has no threads."""
@@ -193,7 +203,7 @@ def _serve(line: socket.socket, read: ReadBatch) -> None:
         except BaseException as error:  # a user's data set may raise anything
             known = error if isinstance(error, TorrentialError) else failed("the task's training data raised", error)
             trace = "\n".join(getattr(known, "__notes__", ()))
-            line.send(msgspec.msgpack.encode(Reply(place, str(known), trace[: _REPLY_BYTES // 2])))
+            line.send(msgspec.msgpack.encode(Reply(place, str(known)[:_LONGEST_TEXT], trace[:_LONGEST_TEXT])))
             continue
         with parcel:
             socket.send_fds(line, [msgspec.msgpack.encode(Reply(place))], list(parcel.fds))

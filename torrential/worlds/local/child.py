@@ -16,7 +16,7 @@ from torrential.comm.messenger import Messenger
 from torrential.comm.post import Post
 from torrential.comm.protocol import address_of
 from torrential.data.deal import order_of
-from torrential.data.loaders import LoaderProcess, Loaders, ReadBatch, fork_loaders, reader
+from torrential.data.loaders import LoaderProcess, Loaders, ReadBatch, end_loaders, fork_loaders, reader
 from torrential.errors import RunFailed
 from torrential.server.messages import Message
 from torrential.strategies.roles import Role
@@ -73,6 +73,7 @@ def main(spawn: Spawn) -> int:
                 elif role.death == "view":
                     comm.begin()
                 role.program(worker)
+                end_loaders(loaders)
                 if not link.dismissed:
                     raise RunFailed(RETURNED.format(name=f"{role.name} {spawn.rank}"))
         return 0
