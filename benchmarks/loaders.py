@@ -56,7 +56,7 @@ def rate(strategy: str, workers: int, loaders: int, samples: int) -> float:
         epochs=1,
         name="slow-data",
     )
-    servers = {"servers": 1} if needs_servers(STRATEGIES[strategy]) else {}
+    servers: dict[str, Any] = {"servers": 1} if needs_servers(STRATEGIES[strategy]) else {}
     with tempfile.TemporaryDirectory() as directory:
         options: dict[str, Any] = {"device": "cpu", "threads": 1, "progress": False, "out": Path(directory) / "run"}
         result = tt.train(task, strategy, workers=workers, loaders=loaders, **options, **servers)
