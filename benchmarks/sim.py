@@ -68,7 +68,7 @@ def overhead(workers: int = 64, steps: int = 150) -> dict[str, Any]:
     spent = 0.0
     add_up = Gradients.add_up
 
-    def timed(*args: Any) -> list[float]:
+    def timed(*args: Any) -> list[dict[str, float]]:
         nonlocal spent
         began = time.perf_counter()
         result = add_up(*args)

@@ -105,6 +105,7 @@ def run_one(setup: Setup, directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     began = time.monotonic()
     task = load_task("digits-mlp")
+    assert task.loss is not None
     result = train(
         dataclasses.replace(task, loss=Sleepy(task.loss, BATCH_SECONDS)),
         setup.strategy,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from torrential.data.deal import Deal
+from torrential.data.deal import Deal, grouped_order, order
 from torrential.errors import BadInput
+from torrential.task import Lengths, Task, with_validation
 
 
 def test_an_epoch_by_hand() -> None:
@@ -93,3 +96,39 @@ def test_resumes_in_the_middle() -> None:
 def test_refuses(args: tuple[int, ...]) -> None:
     with pytest.raises(BadInput):
         Deal(*args)
+
+
+# -- grouped by length ------------------------------------------------------------------------------------------------
+def test_groups_have_like_lengths_and_every_sample_is_there_once() -> None:
+    made = torch.Generator().manual_seed(3)
+    lengths = Lengths(torch.randint(1, 100, (1003,), generator=made).tolist())
+    places = grouped_order(1003, 0, 0, lengths, 16)
+    assert sorted(places.tolist()) == list(range(1003))
+    plain = order(1003, 0, 0)
+
+    def spread(of: Tensor) -> float:
+        groups = lengths.values[of].split(16)[:-1]
+        return sum(int(group.max() - group.min()) for group in groups) / len(groups)
+
+    assert spread(places) < spread(plain) / 5
+    firsts = lengths.values[places][::16].float()
+    assert 0.3 < float((firsts.diff() > 0).float().mean()) < 0.7, "long ones and short ones follow one another"
+    assert len(places[-(1003 % 16) :]) == 1003 % 16
+
+
+def test_a_grouped_order_is_a_function_of_seed_and_epoch() -> None:
+    lengths = Lengths([n % 7 for n in range(100)])
+    orders = [tuple(grouped_order(100, seed, epoch, lengths, 4).tolist()) for seed in (0, 1) for epoch in (0, 1)]
+    assert len(set(orders)) == 4
+    again = Lengths([n % 7 for n in range(100)])
+    assert tuple(grouped_order(100, 0, 0, again, 4).tolist()) == orders[0]
+
+
+def test_lengths_follow_the_samples_that_validation_leaves() -> None:
+    data = [(torch.zeros(n), 0) for n in range(1, 31)]
+    task = Task(model=lambda: torch.nn.Linear(1, 1), loss=torch.nn.functional.mse_loss, train=data, test=data,
+                length=lambda item: len(item[0]))  # fmt: skip
+    split = with_validation(task, seed=0)
+    assert list(split.length) == [len(item[0]) for item in split.train]  # type: ignore[arg-type]
+    given = with_validation(replace(task, length=[n for n in range(1, 31)]), seed=0)
+    assert list(given.length) == list(split.length)  # type: ignore[arg-type]

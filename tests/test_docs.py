@@ -23,9 +23,12 @@ MOST_LINES = 150  # of the README
 MOST_NOT_RUN, MOST_SHORTENED = 4, 24  # blocks of all pages together
 EXAMPLES = {  # what each prints
     "compare_strategies": [r"allreduce +4 of 4 runs reached 90%", r"downpour +4 of 4 runs reached 90%", r"trials"],
+    "own_metric": [r"R2 0\.9\d\d after"],
     "parameter_servers": ["s: server_lost", "13500 samples were trained on, 13500 were planned"],
     "resume_after_a_kill": ["resumed at step", "bit for bit: True"],
     "simulate_stragglers": [r"allreduce +8\.\d\d", r"backup +4\.\d\d"],
+    "stream": [r"test accuracy 9\d\.\d% after 12000 samples"],
+    "text_classification": [r"test accuracy (9\d|100)\.\d%; of the last batch \d+% was padding"],
     "train_my_model": [r"test accuracy (9\d|100)\.\d%", "the point .* is on arm 1"],
 }
 
@@ -94,7 +97,7 @@ def test_an_example_does_what_it_says(name: str, tmp_path: Path, monkeypatch: py
     for said in EXAMPLES[name]:
         assert re.search(said, done.stdout), done.stdout
     source = program.read_text()
-    assert ast.get_docstring(ast.parse(source)) and 20 <= len(source.splitlines()) <= 50
+    assert ast.get_docstring(ast.parse(source)) and 20 <= len(source.splitlines()) < 80
 
 
 # -- what pages are about ---------------------------------------------------------------------------------------------

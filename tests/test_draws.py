@@ -21,10 +21,10 @@ from torch.utils.data import Dataset, TensorDataset
 import torrential as tt
 from tests.test_equivalence import assert_equal_models, fresh
 from torrential.data.deal import Deal, order
+from torrential.randomness import DATA, TRAINING, seed_all
 from torrential.records import RECORDS
 from torrential.strategies import STRATEGIES
 from torrential.strategies.base import needs_servers
-from torrential.trainer.randomness import seed_all
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -100,10 +100,11 @@ def plain(task: tt.Task, workers: int) -> nn.Module:
         place = deal.cursor
         for share in [deal.share(member, workers, BATCH) for member in range(workers)]:
             if len(share.indices):
-                seed_all(CPU, 0, 1, deal.epoch, place)
+                seed_all(CPU, 0, DATA, deal.epoch, place)
                 inputs, targets = (
                     torch.stack(c) for c in zip(*[task.train[int(i)] for i in share.indices], strict=True)
                 )
+                seed_all(CPU, 0, TRAINING, deal.epoch, place)
                 (task.loss(model(inputs), targets) * len(share.indices) / share.total).backward()
                 place += len(share.indices)
         optimizer.step()
@@ -201,5 +202,5 @@ def test_draws_are_those_of_the_samples_whoever_has_them(strategy: str, tmp_path
     for samples, drawn in asked:
         places = [orders[epoch].index(samples[0]) for epoch in range(EPOCHS)]
         (epoch,) = (e for e, at in enumerate(places) if orders[e][at : at + len(samples)] == samples)
-        seed_all(CPU, 0, 1, epoch, places[epoch])
+        seed_all(CPU, 0, DATA, epoch, places[epoch])
         assert float(torch.rand(())) == drawn, (epoch, places[epoch])

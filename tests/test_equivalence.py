@@ -25,8 +25,8 @@ import torrential as tt
 from torrential import checkpoint as checkpoints
 from torrential.data.deal import Deal
 from torrential.params.base import state_keys
+from torrential.randomness import seed_all
 from torrential.tasks import load_task
-from torrential.trainer.randomness import seed_all
 
 TOLERANCE = 1e-6
 CPU = torch.device("cpu")

@@ -312,7 +312,7 @@ def test_norms_and_biases_are_spared_by_weight_decay(tmp_path: Path) -> None:
 
 
 def _fresh(task: tt.Task) -> nn.Module:
-    from torrential.trainer.randomness import seed_all
+    from torrential.randomness import seed_all
 
     seed_all(torch.device("cpu"), 0, 0)
     return task.model()

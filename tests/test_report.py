@@ -286,6 +286,28 @@ def test_a_trial_that_was_cut_off_is_drawn_and_in_no_median() -> None:
     assert partly["data"][-1] == whole["data"][-1]
 
 
+def test_figures_of_the_tasks_own_have_curves_of_their_own() -> None:
+    plain = make_entry("bsp", trials=2)
+    runs = [
+        replace(run, evaluations=[
+            msgspec.structs.replace(e, figures={"<b>right</b>": e.value / 2, "accuracy": e.value})
+            for e in run.evaluations
+        ])
+        for run in plain.runs
+    ]  # fmt: skip
+    study = make_study([replace(plain, runs=runs)])
+    assert series.figure_names(runs, "accuracy") == ["<b>right</b>"]
+    x, y = series.metric_curve(runs[0], "samples", "<b>right</b>")
+    whole = series.metric_curve(runs[0], "samples")
+    assert x.tolist() == whole[0].tolist() and y.tolist() == (whole[1] / 2).tolist()
+    works = {id(run): series.work(run) for run in runs}
+    sections = {section.id: section for section in page.figure_sections(study, works)}
+    assert list(sections["figures"].figures) == ["figure-0"]
+    assert "shapes" not in sections["figures"].figures["figure-0"]["layout"], "the target is of the metric"
+    bare = make_study([plain])
+    assert "figures" not in {s.id for s in page.figure_sections(bare, {id(r): series.work(r) for r in plain.runs})}
+
+
 def test_thinning_keeps_ends_and_spikes() -> None:
     y = np.zeros(10_000)
     y[1234], y[4321], y[5000] = 9.0, -9.0, np.nan

@@ -46,6 +46,8 @@ class LocalSettings(Settings, frozen=True, kw_only=True, tag_field="world", tag=
     fits the transport. With an algorithm that sends messages, transport=shared becomes unix."""
     hosts: AtLeastOne = 1
     """The number of hosts to pretend, each with a block of ranks; only for algorithm=hierarchical."""
+    loaders: NotNegative = 0
+    """Processes for each worker that read its batches ahead. What they read is the same with any number of them."""
     restart: bool = False
     """Whether a worker that died is replaced."""
     restart_servers: bool = True

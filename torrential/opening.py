@@ -23,7 +23,7 @@ from torrential.records import Evaluation, Summary
 from torrential.resolve import RunRequest, choose_device, resolve
 from torrential.strategies.base import Strategy
 from torrential.strategies.registry import Given, is_loadable, plain_options, resolve_strategy
-from torrential.task import Task, build_model, with_validation
+from torrential.task import Task, build_model, training_samples, with_validation
 from torrential.tasks import load_task
 from torrential.terminal import standard_error
 from torrential.userfiles import check_own, split_spec
@@ -95,8 +95,10 @@ def _resumed(directory: Path, manifest: records.Manifest, task: Task | None, giv
     strategy = _same_strategy(directory, config, given)
     model = build_model(task)
     spec = over_model(task.optimizer, model)
+    sized = task.samples is not None or hasattr(task.train, "__len__")
     task = replace(
         with_validation(task, config.seed),
+        samples=task.samples if sized else config.samples,
         batch_size=config.batch_size,
         epochs=config.epochs,
         optimizer=spec.with_lr(config.lr),
@@ -179,7 +181,7 @@ def _check_same(
     directory: Path, config: RunConfig, task: Task, model: nn.Module, checkpoint: checkpoints.Checkpoint | None
 ) -> None:
     """A run goes on only with the task it was begun with."""
-    samples = len(task.train)  # type: ignore[arg-type]
+    samples = training_samples(task)
     if samples != config.samples:
         raise BadInput(
             f"the task of {directory} has changed (training samples: {config.samples} then, {samples} now); "

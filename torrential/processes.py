@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from torrential import streams
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PROGRAM = (
     "import sys; sys.path[:] = {path!r}; from torrential import processes; processes.begin({parent}, {module!r}, {fds})"
 )
@@ -53,6 +54,11 @@ def end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # it ended before we asked
+
+
+def set_name(name: str) -> None:
+    """Give this process a name for `ps` and `top`; of long ones the first 15 letters are kept."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
 _progress: mmap.mmap | None = None  # of the work in a child: two bytes that both processes see

@@ -62,6 +62,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind"
     bytes_sent: Count  # by this worker, since the start of the run
     staleness: dict[Count, Count] = {}  # its updates since the start, by versions between read and push: how often
     dropped: Count = 0  # its gradients that came too late, since the start
+    figures: dict[str, float] = {}  # what the task's own step gives besides the loss: means over its last samples
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="evaluation"):
@@ -74,6 +75,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field=
     time: Seconds  # when these parameters existed, not when they had been evaluated
     value: float
     loss: float
+    figures: dict[str, float] = {}  # what the task's own step gives besides the loss: means over all samples
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="event"):
@@ -118,12 +120,21 @@ _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record, strict=Fal
 
 def encode(record: Record) -> bytes:
     """One line of JSON, without the line break."""
-    if not any(isinstance(value, float) and not math.isfinite(value) for value in msgspec.structs.astuple(record)):
+    figures = getattr(record, "figures", {}).values()
+    if not any(map(_is_odd, (*msgspec.structs.astuple(record), *figures))):
         return msgspec.json.encode(record)
     plain = cast(dict[str, Any], msgspec.to_builtins(record))
-    return msgspec.json.encode(
-        {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
-    )
+    if figures:
+        plain["figures"] = {name: _in_json(value) for name, value in plain["figures"].items()}
+    return msgspec.json.encode({name: _in_json(value) for name, value in plain.items()})
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _in_json(value: Any) -> Any:
+    return str(value) if _is_odd(value) else value
 
 
 class RecordWriter:

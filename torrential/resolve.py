@@ -16,6 +16,7 @@ from torch import nn
 
 from torrential.comm import futex
 from torrential.config import WORLDS, LocalSettings, Recipe, RunConfig, SimSettings
+from torrential.data.batches import is_vectorised
 from torrential.data.resize import Resize
 from torrential.descriptors import check_descriptors
 from torrential.errors import BadInput, UnknownName
@@ -28,7 +29,7 @@ from torrential.options import make
 from torrential.schedulers import Scheduler
 from torrential.strategies.base import Strategy, needs_servers
 from torrential.strategies.registry import Given, Resolved, plain_options, resolve_strategy
-from torrential.task import Task, with_validation
+from torrential.task import Task, training_samples, with_validation
 from torrential.trainer.optimizer import check_optimizer
 from torrential.trainer.slow import Slow
 from torrential.tryout import Sample, try_once, try_resized
@@ -79,24 +80,22 @@ def resolve(asked: RunRequest) -> ResolvedRun:
     """Check everything that can be checked before a process is started."""
     found = resolve_strategy(asked.strategy)
     strategy, settings, recipe = split_options(asked, found)
+    _check_numbers(asked)
     task = _task(asked)
-    _check_numbers(asked, task)
+    joined = _samples_per_update(asked, strategy, task)
+    task = _with_size(asked, task, joined)
+    _check_task(asked, task)
     model, sample = try_once(task)
     task = _with_optimizer(task, asked, strategy, model)
     device = choose_device(asked.device)
     servers = _servers(asked, strategy, settings, model)
     if isinstance(settings, LocalSettings):
         settings = _check_local(asked, settings, servers, device)
+        settings, idle = _check_loaders(settings, task)
         cluster = None
     else:
-        cluster = _check_simulation(asked, settings, servers, device)
+        cluster, idle = _check_simulation(asked, settings, servers, device), []
     Slow.parse(settings.slow, asked.workers)
-    with calling("samples of a step", whose=found.kind.name):
-        joined = strategy.samples_per_update(asked.workers, task.batch_size)
-    if not isinstance(joined, int) or joined < 1:
-        options = ", ".join(f"{name}={value}" for name, value in plain_options(strategy).items())
-        fact = f"samples_per_update of {type(strategy).name} gives {joined!r} ({options})"
-        raise BadInput(f"{fact}; an update takes at least one sample")
     config = RunConfig(
         task=task.name,
         source=None if asked.source is None else absolute_spec(asked.source),
@@ -108,7 +107,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         epochs=task.epochs,
         steps=asked.steps,
         target=task.target,
-        samples=len(task.train),  # type: ignore[arg-type]
+        samples=training_samples(task),
         batch_size=task.batch_size,
         lr=task.optimizer_spec.lr,
         optimizer=task.optimizer_spec.describe(),
@@ -123,7 +122,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
     schedule, described = examine_schedule(config, joined, task.schedule)
     config, task = msgspec.structs.replace(config, schedule=described), replace(task, schedule=schedule)
     changes, warnings = _check_recipe(config, strategy, task, model, sample, asked)
-    return ResolvedRun(config, task, strategy, changes, warnings)
+    return ResolvedRun(config, task, strategy, changes, idle + warnings)
 
 
 def _task(asked: RunRequest) -> Task:
@@ -145,13 +144,38 @@ def _with_optimizer(task: Task, asked: RunRequest, strategy: Strategy, model: nn
     return replace(task, optimizer=spec.with_lr(rate), schedule=bound(task.schedule, spec))
 
 
-def _check_numbers(asked: RunRequest, task: Task) -> None:
+def _samples_per_update(asked: RunRequest, strategy: Strategy, task: Task) -> int:
+    with calling("samples of a step", whose=type(strategy).name):
+        joined = strategy.samples_per_update(asked.workers, task.batch_size)
+    if not isinstance(joined, int) or joined < 1:
+        options = ", ".join(f"{name}={value}" for name, value in plain_options(strategy).items())
+        fact = f"samples_per_update of {type(strategy).name} gives {joined!r} ({options})"
+        raise BadInput(f"{fact}; an update takes at least one sample")
+    return joined
+
+
+def _with_size(asked: RunRequest, task: Task, joined: int) -> Task:
+    """The task with a number of samples: a stream without a length has as many as the steps that were asked for use."""
+    if task.samples is not None or hasattr(task.train, "__len__"):
+        return task
+    if asked.steps is None:
+        raise BadInput(
+            f"train is a stream without a length ({type(task.train).__name__}); give the task samples=..., or the run "
+            "a number of --steps"
+        )
+    return replace(task, samples=asked.steps * max(joined, asked.workers * task.batch_size))
+
+
+def _check_numbers(asked: RunRequest) -> None:
     for name, value in (("workers", asked.workers), ("steps", asked.steps)):
         if value is not None and value < 1:
             raise BadInput(f"--{name} must be at least 1 (given: {value})")
+
+
+def _check_task(asked: RunRequest, task: Task) -> None:
     if task.target is not None and task.metric_name == "accuracy" and not 0 <= task.target <= 1:
         raise BadInput(f"an accuracy is between 0 and 1 (target: {task.target}); try --target 0.97")
-    samples = len(task.train)  # type: ignore[arg-type]
+    samples = training_samples(task)
     if asked.workers > samples:
         raise BadInput(
             f"more workers than training samples (workers: {asked.workers}, samples: {samples}); "
@@ -243,6 +267,14 @@ def _check_local(asked: RunRequest, settings: LocalSettings, servers: int, devic
         raise BadInput(f"more hosts than workers (hosts: {settings.hosts}, workers: {asked.workers}); use fewer hosts")
     check_descriptors(asked.workers + servers)
     return _check_native(settings, device, asked.workers)
+
+
+def _check_loaders(settings: LocalSettings, task: Task) -> tuple[LocalSettings, list[str]]:
+    """The settings without loaders that would have nothing to do, and what to say of that."""
+    if not settings.loaders or task.collate is not None or not is_vectorised(task.train):
+        return settings, []
+    said = f"loaders={settings.loaders} has no effect: the training data is a TensorDataset, which is read at once"
+    return msgspec.structs.replace(settings, loaders=0), [said]
 
 
 def _check_native(settings: LocalSettings, device: str, workers: int) -> LocalSettings:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,17 +35,30 @@ class Task:
 
     model: Callable[[], nn.Module]
     """Builds the model, freshly initialised from torch's random state."""
-    loss: Callable[[Tensor, Tensor], Tensor]
-    """(outputs, targets) to a scalar: the mean over the batch."""
+    loss: Callable[[Any, Any], Tensor] | None = None
+    """(outputs, targets) to a scalar: the mean over the batch. With it, batches are (input, target) pairs."""
+    step: Callable[[nn.Module, Any], Any] | None = None
+    """In the place of `loss`: (model, batch) to the loss, or to a dict with "loss" and figures by name, means over the
+    batch like the loss. "outputs" and "targets" among them are for `metric`. It is also what evaluates."""
     train: Dataset[Any]
-    """Items are (input, target) pairs, here and below."""
+    """Items may be any nest of tensors, numbers, dicts, tuples, lists and dataclasses, here and below."""
     test: Dataset[Any]
     validation: Dataset[Any] | None = None
     """Decides when the target is reached; without one, `with_validation` cuts it from train."""
-    metric: Callable[[Tensor, Tensor], Tensor] = accuracy
-    """(outputs, targets) to a scalar: the mean over the batch."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """Joins items into a batch; by default as torch's default_collate does."""
+    length: Callable[[Any], int] | Sequence[int] | None = None
+    """The length of each training item, or a function that gives it: batches are then made of items of like length."""
+    samples: int | None = None
+    """The number of samples that an epoch takes from `train`, where that is a stream without a length."""
+    shuffle_buffer: int = 0
+    """The number of neighbours in a stream that are shuffled among themselves; 0 keeps the stream's order."""
+    metric: Callable[[Any, Any], Any] | str | Any = None
+    """A function of (outputs, targets), the mean over the batch; the name of a figure of `step`; or an object (or its
+    class) with `update(outputs, targets)` and `compute()`, as torchmetrics has them. By default `accuracy`, with `step`
+    the loss."""
     maximize: bool = True
-    """Whether a bigger metric is better."""
+    """Whether a bigger metric is better; the loss is always minimised."""
     optimizer: OptimizerSpec | Callable[[nn.Module], torch.optim.Optimizer] = field(default_factory=default_optimizer)
     """From `optimizer()`, or a function that builds one of torch's over the model."""
     schedule: Scheduler | Callable[[float], float] | None = None
@@ -67,9 +80,7 @@ class Task:
             raise BadInput(
                 f"model is a built module ({kind}); give a function that builds one: model=lambda: {kind}(...)"
             )
-        for role in ("model", "loss", "metric"):
-            if not callable(getattr(self, role)):
-                raise BadInput(f"{role} must be a function (got {getattr(self, role)!r})")
+        self._check_functions()
         if not isinstance(self.optimizer, OptimizerSpec) and not _is_function(self.optimizer):
             raise BadInput(
                 f"optimizer must come from optimizer() or be a function of the model (got {self.optimizer!r}); try "
@@ -93,6 +104,53 @@ class Task:
         for role in ("train", "test", "validation"):
             if role != "validation" or self.validation is not None:
                 _check_dataset(role, getattr(self, role))
+        self._check_order()
+
+    def _check_functions(self) -> None:
+        if (self.loss is None) == (self.step is None):
+            given = "neither is given" if self.loss is None else "both are given"
+            raise BadInput(
+                f"a task has a loss(outputs, targets) or a step(model, batch) of its own ({given}); give one"
+            )
+        if self.metric is None:
+            object.__setattr__(self, "metric", accuracy if self.step is None else "loss")
+        named = isinstance(self.metric, str)
+        if named and self.metric == "loss":
+            object.__setattr__(self, "maximize", False)
+        elif named and self.step is None:
+            raise BadInput(
+                f"metric must be a function (got {self.metric!r}); names are those of figures, which a step of the "
+                "task's own gives"
+            )
+        for role in ("model", "loss", "step", "collate"):
+            value = getattr(self, role)
+            if not callable(value) and (value is not None or role == "model"):
+                raise BadInput(f"{role} must be a function (got {value!r})")
+        if not (named or callable(self.metric) or is_metric_object(self.metric)):
+            raise BadInput(
+                f"metric must be a function, the name of a figure, or have update and compute (got {self.metric!r})"
+            )
+
+    def _check_order(self) -> None:
+        """Whether what is said about the order of the training data suits it."""
+        stream = is_stream(self.train)
+        for role, least in (("samples", 1), ("shuffle_buffer", 0)):
+            value = getattr(self, role)
+            if value == type(self).__dataclass_fields__[role].default:
+                continue
+            if not stream:
+                raise BadInput(f"{role} is for streams ({type(self.train).__name__} can be indexed); leave it out")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise BadInput(f"{role} must be a whole number of at least {least} (got {value!r})")
+        if self.length is None:
+            return
+        if stream:
+            raise BadInput("a stream cannot be grouped by length, since it is read in its own order; leave out length")
+        if not callable(self.length) and len(self.length) != len(self.train):  # type: ignore[arg-type]
+            raise BadInput(
+                f"length must have a number for each sample of train (lengths: {len(self.length)}, samples: "
+                f"{len(self.train)})"  # type: ignore[arg-type]
+            )
 
     def reaches(self, target: float | None, value: float) -> bool:
         """Whether a value of the metric is as good as a target, or is a float32 that would be."""
@@ -109,6 +167,8 @@ class Task:
 
     @property
     def metric_name(self) -> str:
+        if isinstance(self.metric, str):
+            return self.metric
         function = getattr(self.metric, "func", self.metric)  # a functools.partial is named after its function
         name = str(getattr(function, "__name__", type(function).__name__))
         return "metric" if name == "<lambda>" else name
@@ -127,17 +187,62 @@ def build_model(task: Task) -> nn.Module:
     return model
 
 
+class Lengths(Sequence[int]):
+    """The lengths of all training items; one object per run, equal only to itself."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.values = torch.tensor(values, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.values[index].tolist()
+
+
+def _measured(task: Task) -> Task:
+    """The task with the lengths of its items, where batches are grouped by them."""
+    if task.length is None or isinstance(task.length, Lengths):
+        return task
+    with calling("length"):
+        if callable(task.length):
+            lengths = [int(task.length(task.train[i])) for i in range(training_samples(task))]
+        else:
+            lengths = [int(each) for each in task.length]
+    return dataclasses.replace(task, length=Lengths(lengths))
+
+
+def training_samples(task: Task) -> int:
+    """The number of samples in an epoch."""
+    return len(task.train) if task.samples is None else task.samples  # type: ignore[arg-type]
+
+
 def with_validation(task: Task, seed: int) -> Task:
-    """The task itself, or one whose validation set is a tenth of train (at least one sample), chosen by `seed`."""
+    """The task with a validation set, which is a tenth of train (at least one sample), chosen by `seed`, unless it has
+    one; and with the lengths of its items, where batches are grouped by them."""
+    task = _measured(task)
     if task.validation is not None:
         return task
-    samples = len(task.train)  # type: ignore[arg-type]
+    if is_stream(task.train):
+        raise BadInput("no validation set can be cut from a stream; give the task a validation set")
+    samples = training_samples(task)
     if samples < 2:
         raise BadInput(f"no validation set can be cut from train (samples: {samples}); give the task a validation set")
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
     held = max(1, samples // 10)
     kept, cut = order[held:].sort().values.tolist(), order[:held].sort().values.tolist()
-    return dataclasses.replace(task, train=Subset(task.train, kept), validation=Subset(task.train, cut))
+    lengths = Lengths(task.length[kept]) if isinstance(task.length, Lengths) else None
+    return dataclasses.replace(task, train=Subset(task.train, kept), validation=Subset(task.train, cut), length=lengths)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a data set can only be read from its beginning."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def is_metric_object(metric: Any) -> bool:
+    """Whether a metric is collected over batches, as torchmetrics does it, in the place of a mean of theirs."""
+    return hasattr(metric, "update") and hasattr(metric, "compute")
 
 
 def _is_number(value: object) -> bool:
@@ -146,8 +251,12 @@ def _is_number(value: object) -> bool:
 
 def _check_dataset(role: str, dataset: Any) -> None:
     kind = type(dataset).__name__
-    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not sized or isinstance(dataset, IterableDataset):
-        raise BadInput(f"{role} cannot be indexed ({kind}); give a data set with __len__ and __getitem__, not a stream")
-    if len(dataset) == 0:
-        raise BadInput(f"{role} is empty ({kind} of 0 samples); give it at least one sample")
+    if is_stream(dataset) and not hasattr(dataset, "__iter__"):
+        raise BadInput(f"{role} is no data set ({kind}); give one with __len__ and __getitem__, or a stream")
+    if hasattr(dataset, "__len__"):
+        if len(dataset) == 0:
+            raise BadInput(f"{role} is empty ({kind} of 0 samples); give it at least one sample")
+    elif not is_stream(dataset):
+        raise BadInput(f"{role} has no length ({kind}); give a data set with __len__ and __getitem__")
+    elif role != "train":
+        raise BadInput(f"{role} is a stream without a length ({kind}); give it __len__, or list(...) of its samples")

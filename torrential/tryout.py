@@ -7,20 +7,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from torrential.data.batches import Batches
+from torrential.data.batches import training_batches
+from torrential.data.nest import form
 from torrential.data.resize import Resize
 from torrential.errors import BadInput
-from torrential.task import Task, build_model
+from torrential.step import StepResult, check_metric, pair, run_step
+from torrential.task import Task, build_model, training_samples
 from torrential.usercode import calling
 
-Sample = tuple[Any, Any]  # a few inputs and their targets
+Sample = Any  # a batch of a few samples
 
 
 def try_once(task: Task) -> tuple[nn.Module, Sample]:
     """The model, and the samples that it was tried on."""
-    inputs, targets = Batches(task.train).fetch(torch.arange(min(2, len(task.train))))  # type: ignore[arg-type]
+    batch = training_batches(task).fetch(torch.arange(min(2, training_samples(task))))
     model = build_model(task)
     _check_model(model)
+    if task.step is not None:
+        _try_step(task, model, batch)
+        return model, batch
+    assert task.loss is not None
+    inputs, targets = pair(batch)
     with torch.no_grad():
         with calling(f"forward pass on {_sizes(inputs=inputs)}", task.model):
             outputs = model(inputs)
@@ -28,7 +35,15 @@ def try_once(task: Task) -> tuple[nn.Module, Sample]:
             loss = task.loss(outputs, targets)
     if not torch.is_tensor(loss) or loss.numel() != 1:
         raise BadInput(f"the task's loss must return one number, the mean over the batch (it returned {loss!r})")
+    check_metric(task, StepResult(loss, {}, outputs, targets))
     return model, (inputs, targets)
+
+
+def _try_step(task: Task, model: nn.Module, batch: Any) -> None:
+    result = run_step(task, model, batch, f" on a batch of {form(batch)}")
+    if not result.loss.requires_grad:
+        raise BadInput("the loss of the task's step depends on no parameter; do not detach it, or take .item() of it")
+    check_metric(task, result)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -43,6 +58,8 @@ def _check_model(model: nn.Module) -> None:
 
 def try_resized(resize: Resize, task: Task, model: nn.Module, sample: Sample) -> None:
     """The same at every size of image that is to come."""
+    if task.loss is None:
+        raise BadInput(f"resize={resize} is for (image, target) pairs; a task with a step of its own resizes there")
     inputs, targets = sample
     for scale in sorted({scale for _, scale in resize.stages}):
         small = resize.apply(inputs, scale)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset
 
+from torrential.data.nest import default_collate, form, to_device
+from torrential.data.stream import StreamReader
 from torrential.errors import BadInput
+from torrential.task import Task, is_stream
 from torrential.usercode import calling
 
 _RESIDENT_BYTES = 2 * 10**9  # a data set up to this size is kept in a GPU's memory
+_LISTED = 8  # indices that a message names
+
+Collate = Callable[[list[Any]], Any]
 
 
 class Batches:
@@ -20,28 +26,35 @@ class Batches:
 
     A TensorDataset, also under Subsets, is read vectorised, and from the GPU's memory if that is the device and it is
     small enough. A subclass may have a method `augment`, which is given each batch's inputs; one with its own
-    `__getitem__` is read like other data sets: by `__getitems__` where they have it, else item by item.
+    `__getitem__` is read like other data sets: by `__getitems__` where they have it, else item by item, joined by
+    `collate`. Streams, of which `samples` are used in an epoch, are read in order; `window` of them are held at once.
 
     `name` is what errors of the data set's own code call it.
     """
 
-    def __init__(self, dataset: Dataset[Any], device: torch.device | str = "cpu", name: str = "training data") -> None:
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            kind = type(dataset).__name__
-            raise BadInput(
-                f"{kind} has no length, so it cannot be dealt out; give a data set with __len__ and __getitem__"
-            )
-        self.device, self.name = torch.device(device), name
-        self._length = len(dataset)
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        device: torch.device | str = "cpu",
+        name: str = "training data",
+        collate: Collate | None = None,
+        *,
+        samples: int | None = None,
+        window: int = 1,
+        seed: int = 0,
+    ) -> None:
+        kind, sized = type(dataset).__name__, hasattr(dataset, "__len__")
+        if samples is None and not sized:
+            raise BadInput(f"{kind} has no length; give its number of samples, or a data set with __len__")
+        self.device, self.name, self._own_collate = torch.device(device), name, collate
+        self._length = len(dataset) if samples is None else samples  # type: ignore[arg-type]
+        self._stream = StreamReader(dataset, self._length, max(1, window), seed, name) if is_stream(dataset) else None
         self._dataset, self._places = _without_subsets(dataset)
+        self._form: str | None = None  # of the batches so far
         self._tensors: tuple[Tensor, ...] | None = None
         self._augment: Callable[[Tensor], Tensor] | None = None
-        if isinstance(self._dataset, TensorDataset) and type(self._dataset).__getitem__ is TensorDataset.__getitem__:
+        if collate is None and is_vectorised(dataset):
             self._tensors = self._dataset.tensors
-            if len(self._tensors) != 2:
-                raise BadInput(
-                    f"items must be (input, target) pairs (got a TensorDataset of {len(self._tensors)} tensors)"
-                )
             self._augment = getattr(self._dataset, "augment", None)
             if self.device.type == "cuda" and sum(t.nbytes for t in self._tensors) <= _RESIDENT_BYTES:
                 self._tensors = tuple(t.to(self.device) for t in self._tensors)
@@ -50,39 +63,75 @@ class Batches:
     def __len__(self) -> int:
         return self._length
 
-    def fetch(self, indices: Tensor) -> tuple[Any, Any]:
-        """The (inputs, targets) at `indices`, of which there is at least one."""
+    @property
+    def draws(self) -> bool:
+        """Whether reading a batch runs the user's code, which may draw random numbers."""
+        return self._tensors is None or self._augment is not None
+
+    def fetch(self, indices: Tensor, epoch: int = 0) -> Any:
+        """The batch of the samples at `indices`, of which there is at least one, on the device. `epoch` matters to
+        streams alone."""
         assert len(indices), "a batch of nothing"
         if self._tensors is not None:
-            indices = indices.to(self._tensors[0].device)
+            return self._select(indices)
+        return to_device(self._read(indices, epoch), self.device)
+
+    def _select(self, indices: Tensor) -> Any:
+        assert self._tensors is not None
+        indices = indices.to(self._tensors[0].device)
         if self._places is not None:
             indices = self._places[indices]
-        if self._tensors is not None:
-            inputs, targets = (tensor.index_select(0, indices) for tensor in self._tensors)
-        else:
-            inputs, targets = self._collate(indices.tolist())
-        inputs, targets = _move(inputs, self.device), _move(targets, self.device)
+        batch = [to_device(tensor.index_select(0, indices), self.device) for tensor in self._tensors]
         if self._augment is not None:
             with calling(self.name):
-                inputs = self._augment(inputs)
-        return inputs, targets
+                batch[0] = self._augment(batch[0])
+        return tuple(batch)
 
-    def _collate(self, indices: list[int]) -> tuple[Any, Any]:
-        many = getattr(self._dataset, "__getitems__", None)
-        with calling(self.name):
-            items = many(indices) if many else [self._dataset[i] for i in indices]
-        kind = type(self._dataset).__name__
-        for item in items:
-            if not (isinstance(item, tuple | list) and len(item) == 2):
-                got = f"{type(item).__name__} of {len(item)}" if isinstance(item, tuple | list) else type(item).__name__
-                raise BadInput(f"items must be (input, target) pairs ({kind} gave a {got}); return two values")
-        try:
-            inputs, targets = default_collate(items)
-        except (TypeError, RuntimeError, KeyError) as error:
+    def _read(self, indices: Tensor, epoch: int) -> Any:
+        places = (indices if self._places is None else self._places[indices]).tolist()
+        if self._stream is not None:
+            items = self._stream.read(places, epoch)
+        else:
+            many = getattr(self._dataset, "__getitems__", None)
+            with calling(self.name):
+                items = many(places) if many else [self._dataset[i] for i in places]
+        batch = self._collate(items, places)
+        found = form(batch)
+        if self._form is None:
+            self._form = found
+        if found != self._form:
             raise BadInput(
-                f"the items of {kind} cannot be joined into a batch: {error}; give them equal shapes"
+                f"the batch of {_listed(places)} of {self.name} has another form than those before it ({self._form} "
+                f"then, {found} now); give all items the same keys and types"
+            )
+        return batch
+
+    def _collate(self, items: list[Any], places: Sequence[int]) -> Any:
+        if self._own_collate is not None:
+            with calling(f"collate on {_listed(places)} of {self.name}"):
+                return self._own_collate(items)
+        try:
+            return default_collate(items)
+        except (TypeError, RuntimeError, KeyError, ValueError) as error:
+            kind = type(self._dataset).__name__
+            why = " ".join(str(error).split())
+            raise BadInput(
+                f"the items of {kind} cannot be joined into a batch ({_listed(places)} of {self.name}): {why}; give "
+                "them equal shapes, or the task a collate function"
             ) from error
-        return inputs, targets
+
+
+def training_batches(task: Task, device: torch.device | str = "cpu", seed: int = 0) -> Batches:
+    """The training data of a task."""
+    return Batches(
+        task.train, device, "training data", task.collate, samples=task.samples, window=task.shuffle_buffer, seed=seed
+    )
+
+
+def is_vectorised(dataset: Any) -> bool:
+    """Whether a data set's batches are cut from its tensors at once, without code of the user's for each item."""
+    inner, _ = _without_subsets(dataset)
+    return isinstance(inner, TensorDataset) and type(inner).__getitem__ is TensorDataset.__getitem__
 
 
 def _without_subsets(dataset: Any) -> tuple[Any, Tensor | None]:
@@ -95,13 +144,9 @@ def _without_subsets(dataset: Any) -> tuple[Any, Tensor | None]:
     return dataset, places
 
 
-def _move(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return type(value)({name: _move(v, device) for name, v in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_move(v, device) for v in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_move(v, device) for v in value)
-    return value
+def _listed(places: Sequence[int]) -> str:
+    """The samples of a batch in words: samples 3, 17 and 5; of many the first few."""
+    if len(places) > _LISTED:
+        return f"samples {', '.join(map(str, places[:_LISTED]))} and {len(places) - _LISTED} more"
+    *others, last = map(str, places)
+    return f"samples {', '.join(others)} and {last}" if others else f"sample {last}"

@@ -25,20 +25,21 @@ CURVE_POINTS = 400  # of one trial
 ROW_PIXELS = 58  # of one entry among bars
 
 
-def metric_curves(study: Study, against: str) -> Figure | None:
+def metric_curves(study: Study, against: str, figure: str | None = None) -> Figure | None:
+    """The curves of the metric, or of a figure of the task's own."""
     traces: list[Trace] = []
     for entry, key in zip(study.entries, entry_keys(study), strict=True):
-        curves = [(run, series.metric_curve(run, against)) for run in entry.runs]
+        curves = [(run, series.metric_curve(run, against, figure)) for run in entry.runs]
         traces += _curves([(run, curve) for run, curve in curves if len(curve[0])], key, against)
     if not traces:
         return None
-    title = time_name(study) if against == "time" else "samples"
+    title, name = time_name(study) if against == "time" else "samples", figure or study.metric
     layout: dict[str, Any] = {
         "height": 460,
         "xaxis": {"title": {"text": title}, "rangemode": "tozero"},
-        "yaxis": {"title": {"text": safe(study.metric)}, "tickformat": ".0%" if "accuracy" in study.metric else ""},
+        "yaxis": {"title": {"text": safe(name)}, "tickformat": ".0%" if "accuracy" in name else ""},
     }
-    if study.target is not None:
+    if study.target is not None and figure is None:
         layout |= _target_line(study)
     return {"data": traces, "layout": layout}
 

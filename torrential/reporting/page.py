@@ -114,6 +114,7 @@ def render(study: Study) -> str:
 def figure_sections(study: Study, works: dict[int, series.StepColumns]) -> list[Section]:
     """The sections with figures, in the page's order; what a study has no records for has no section."""
     items = entry_keys(study)
+    own = series.figure_names((run for entry in study.entries for run in entry.runs), study.metric)
     groups = keys((name for name, _ in scaling.scaling_groups(study)), "s")
     target = "" if study.target is None else metric_value(study.metric, study.target)
     kept = "; a trial that has reached the target keeps its last value" if target else ""
@@ -122,6 +123,8 @@ def figure_sections(study: Study, works: dict[int, series.StepColumns]) -> list[
         ("time", f"{study.metric} against time", bands, {"against-time": figures.metric_curves(study, "time")}, items),
         ("samples", f"{study.metric} against samples", bands + " What is left when time does not count.",
          {"against-samples": figures.metric_curves(study, "samples")}, items),
+        ("figures", "Figures of the task's own", bands,
+         {f"figure-{n}": figures.metric_curves(study, "samples", name) for n, name in enumerate(own)}, items),
         ("target", f"Time to {target}",
          "Bars: the median of finished trials, a miss being later than anything; no bar where that is a miss. Points: "
          "trials.",

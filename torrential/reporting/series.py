@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -80,15 +80,22 @@ def _by_worker(worker: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     return [own for own in np.split(order, np.flatnonzero(np.diff(worker[order])) + 1) if len(own)]
 
 
-def metric_curve(run: Run, against: str) -> Curve:
-    """The metric over "time" or "samples": on validation data, which decides about the target, else on test data."""
+def metric_curve(run: Run, against: str, figure: str | None = None) -> Curve:
+    """The metric, or a figure of the task's own, over "time" or "samples": on validation data, which decides about the
+    target, else on test data."""
     splits = {evaluation.split for evaluation in run.evaluations}
     split = "validation" if "validation" in splits else "test"
     chosen = [evaluation for evaluation in run.evaluations if evaluation.split == split]
     x = np.array([getattr(evaluation, against) for evaluation in chosen], np.float64)
-    y = np.array([evaluation.value for evaluation in chosen], np.float64)
+    values = [e.value if figure is None else e.figures.get(figure, np.nan) for e in chosen]
+    y = np.array(values, np.float64)
     order = np.argsort(x, kind="stable")
     return x[order], y[order]
+
+
+def figure_names(runs: Iterable[Run], metric: str) -> list[str]:
+    """The figures of the task's own that are on record, besides the one that is the metric."""
+    return sorted({name for run in runs for evaluation in run.evaluations for name in evaluation.figures} - {metric})
 
 
 def thin(curve: Curve, most: int) -> Curve:

@@ -25,6 +25,7 @@ from torrential.server.messages import (
     Add,
     Call,
     Done,
+    GiveBack,
     Mark,
     Marking,
     Moved,
@@ -156,6 +157,13 @@ class Client:
             {"count": count, "after": after},
             [RangeRequest(self._cutter.view.version, self._cutter.view.table[0])],
             clock,
+        )
+
+    def give_back(self, lease: int) -> PendingRequest:
+        """Samples that were taken and will not be trained on (0: none), for others to take. What this worker has asked
+        for and not been given, it is not given any more."""
+        return self._send(
+            GiveBack, {"lease": lease}, [RangeRequest(self._cutter.view.version, self._cutter.view.table[0])], JOINING
         )
 
     def save(self, into: Sequence[Tensor]) -> PendingRequest:

@@ -25,6 +25,7 @@ from torrential.server.messages import (
     Add,
     Call,
     Done,
+    GiveBack,
     Mark,
     Marking,
     Pull,
@@ -67,6 +68,7 @@ class Head:
             Push: self._push,
             Pull: self._pull,
             Take: self._take,
+            GiveBack: self._give_back,
             Mark: lambda ask: self._copies.mark(ask, self._done),
         }
         link.on_replicated, link.progressed = self._on_replicated, self._close
@@ -186,7 +188,7 @@ class Head:
                 self._meet(worker)
             if request.clock > self._done[worker]:
                 self._reached(worker, request.clock)
-        elif kind in (Push, Take, Mark):
+        elif kind in (Push, Take, GiveBack, Mark):
             return  # a letter of the dead
         self._kinds[kind](ask)
 
@@ -344,6 +346,12 @@ class Head:
         self._takes.setdefault(ask.request.clock if dealer.together else 0, {})[ask.worker] = ask
         self._deal()
 
+    def _give_back(self, ask: Ask) -> None:
+        for takes in self._takes.values():
+            takes.pop(ask.worker, None)
+        self._link.commit(ShardOperation("give_back", (asked(ask),)), (), (ask,))
+        self._deal()
+
     def _deal(self) -> None:
         dealer = self.shard.dealer
         if dealer is None:
@@ -388,4 +396,6 @@ def asked(ask: Ask) -> RequestInfo:
     request = ask.request
     if isinstance(request, Push):
         return RequestInfo(ask.worker, request.seq, request.floor, request.clock, request.version, request.lease)
+    if isinstance(request, GiveBack):
+        return RequestInfo(ask.worker, request.seq, request.floor, request.clock, lease=request.lease)
     return RequestInfo(ask.worker, request.seq, request.floor, request.clock)

@@ -78,6 +78,12 @@ class Take(Request, frozen=True, kw_only=True):
     after: int = 0  # updates that must have been applied before
 
 
+class GiveBack(Request, frozen=True, kw_only=True):
+    """Samples that this worker has taken and will not train on; nor does it want those that it has asked for."""
+
+    lease: int = 0  # 0: it has none
+
+
 class Save(Request, frozen=True, kw_only=True):
     """The copy that belongs to checkpoint `number`, as soon as it is complete (server/copies.py); spans: one for the
     parameters and one for each of the optimizer's states. The answer has no `metadata` where the copy is lost."""
@@ -171,6 +177,6 @@ class ShardState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Message = (
-    View | Put | Add | Push | Pull | Take | Save | Mark | Call
+    View | Put | Add | Push | Pull | Take | GiveBack | Save | Mark | Call
     | Done | Refused | Moved | Marking | Replicate | Replicated | ShardState
 )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torrential.server.chain import Ask
-from torrential.server.messages import Add, Call, Push, Put, Save, Take
+from torrential.server.messages import Add, Call, GiveBack, Push, Put, Save, Take
 from torrential.server.shard import Shard
 
 STREAMS = 32  # places of a large tensor that are read side by side: a core that reads in one waits for memory
@@ -32,6 +32,8 @@ def objection(shard: Shard, ask: Ask) -> str | None:
         return _wrong_values(shard, ask)
     if kind is Save and len(request.spans) != 1 + len(shard.states):
         return f"asked for {len(request.spans)} vectors, where there are {1 + len(shard.states)}"
+    if isinstance(request, GiveBack) and shard.dealer is None:
+        return "gave samples back where there are none"
     if kind is Take and (shard.dealer is None or request.count < 1):  # type: ignore[attr-defined]
         return "asked for samples where there are none"
     if isinstance(request, Call) and request.name not in shard.handlers:

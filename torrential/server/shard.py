@@ -313,6 +313,12 @@ class Shard:
             for asked, (number, samples) in zip(operation.asked, leases, strict=True)
         ]
 
+    def _give_back(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
+        (asked,) = operation.asked
+        assert self.dealer is not None
+        self.dealer.give_back(asked.lease)
+        return [self._record(asked, Outcome(self.version))]
+
     def _meet(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         """Count a worker's clock from now on: it has sent its first request."""
         for worker in operation.workers:

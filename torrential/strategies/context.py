@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -82,8 +82,8 @@ class Replica(Protocol):
     def reached(self) -> list[int] | None:
         """The entries of the layout that the last backward reached; None: all."""
 
-    def fetch(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The inputs and targets of a batch."""
+    def fetch(self, batch: Batch) -> Any:
+        """The batch as the task's data gives it, on this role's device: (inputs, targets), or what it has."""
 
     def compute(self, batch: Batch, work: Callable[[], Tensor], share: float = 1.0) -> Tensor:
         """Do some of the work on a batch. What is random in it is drawn by the batch's place in the run; where time is

@@ -8,10 +8,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from torrential.data.batches import Batches
-from torrential.data.deal import Deal, order
+from torrential.data.batches import training_batches
+from torrential.data.deal import Deal
 from torrential.params.layout import plan
-from torrential.trainer.randomness import seed_all
+from torrential.randomness import MODEL, seed_all
+from torrential.step import run_step
 from torrential.trainer.snapshot import Snapshot, load_flat
 from torrential.worlds.base import Job
 
@@ -61,16 +62,16 @@ class PlainTraining:
     def _train(self, sizes: list[int]) -> Iterator[nn.Module]:
         """The model before the first step, and after each, of so many samples."""
         config, task = self._job.config, self._job.task
-        seed_all(torch.device("cpu"), config.seed, 0)
+        seed_all(torch.device("cpu"), config.seed, MODEL)
         model = task.model()
         yield model
         optimizer = task.optimizer_spec.build(model.parameters())
-        deal, batches = Deal(config.samples, config.seed), Batches(task.train)
+        deal, batches = Deal(config.samples, config.seed), training_batches(task)
         for size in sizes:
-            joined = order(config.samples, config.seed, deal.epoch)[deal.cursor : deal.cursor + size]
-            inputs, targets = batches.fetch(joined)
+            joined = deal.order.between(deal.epoch, deal.cursor, deal.cursor + size)
+            batch = batches.fetch(joined, deal.epoch)
             optimizer.zero_grad()
-            task.loss(model(inputs), targets).backward()
+            run_step(task, model, batch).loss.backward()
             optimizer.step()
             deal.advance(size)
             yield model

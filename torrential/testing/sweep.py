@@ -162,7 +162,7 @@ class Forgetful(Observer):
         return None
 
     def evaluate(self, snapshot: Snapshot, split: str) -> Evaluation:
-        where = {"step": snapshot.step, "epoch": snapshot.epoch, "samples": snapshot.samples}
+        where: dict[str, Any] = {"step": snapshot.step, "epoch": snapshot.epoch, "samples": snapshot.samples}
         return Evaluation(split=split, value=0.0, loss=0.0, time=snapshot.time, **where)
 
     def save(

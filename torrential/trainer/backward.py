@@ -12,18 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torrential.data.batches import Batches
+from torrential.data.batches import training_batches
+from torrential.data.loaders import Loaders
+from torrential.data.nest import to_device
 from torrential.data.resize import Resize
+from torrential.randomness import CPU, DATA, TRAINING, seed_all
+from torrential.step import pair, run_step
 from torrential.task import Task
-from torrential.trainer.randomness import seed_all
 from torrential.trainer.snapshot import buffers_of
 from torrential.trainer.watch import BackwardWatch
-from torrential.usercode import calling
 
 FORWARD = 1 / 3  # the share of forward in the time of a batch: no gradient is there before
 
@@ -36,40 +38,42 @@ class Portion(NamedTuple):
 
 
 class Gradients:
-    def __init__(self, task: Task, model: nn.Module, device: torch.device, seed: int) -> None:
-        self.task, self.model, self._device, self._seed = task, model, device, seed
-        self._batches = Batches(task.train, torch.device("cpu") if device.type == "meta" else device)
+    def __init__(
+        self, task: Task, model: nn.Module, device: torch.device, seed: int, loaders: Loaders | None = None
+    ) -> None:
+        """`loaders`: processes that read batches in the place of this one."""
+        self.task, self.model, self._device, self._seed, self._loaders = task, model, device, seed, loaders
+        self._batches = training_batches(task, CPU if device.type == "meta" else device, seed)
 
-    @property
-    def samples(self) -> int:
-        """The number of samples in the training set."""
-        return len(self._batches)
+    def fetch(self, position: tuple[int, int], indices: Tensor) -> Any:
+        """The batch at a position, on the device. What is random in it depends on the seed and the position alone."""
+        if self._loaders is not None:
+            epoch, first = position
+            return to_device(self._loaders.take((epoch, first, first + len(indices))), self._batches.device)
+        if self._batches.draws:
+            seed_all(self._device, self._seed, DATA, *position)
+        return self._batches.fetch(indices, position[0])
 
-    def fetch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        return self._batches.fetch(indices)
-
-    def add_up(self, portions: Sequence[Portion], last: Callable[[], None] | None = None) -> list[float]:
-        """Add the portions' gradients up in the parameters' `grad`; returns the portions' losses. `last` is called
-        before the last backward."""
-        losses, buffers = list[float](), list[Tensor]()
+    def add_up(self, portions: Sequence[Portion], last: Callable[[], None] | None = None) -> list[dict[str, float]]:
+        """Add the portions' gradients up in the parameters' `grad`; returns the portions' losses and figures. `last` is
+        called before the last backward."""
+        numbers, buffers = list[dict[str, float]](), list[Tensor]()
         for done, portion in enumerate(portions, start=1):
-            seed_all(self._device, self._seed, 1, *portion.position)
-            inputs, targets = self._batches.fetch(portion.indices)
+            batch = self.fetch(portion.position, portion.indices)
             if portion.scale is not None:
-                inputs = Resize.apply(inputs, portion.scale)
-            with calling("forward pass", self.task.model):
-                outputs = self.model(inputs)
-            with calling("loss"):
-                loss = self.task.loss(outputs, targets)
+                inputs, targets = pair(batch)
+                batch = Resize.apply(inputs, portion.scale), targets
+            seed_all(self._device, self._seed, TRAINING, *portion.position)
+            result = run_step(self.task, self.model, batch)
             if done == 1 < len(portions):
                 buffers = [b.clone() for b in buffers_of(self.model).values()]
             if done == len(portions) and last is not None:
                 last()
-            (loss if portion.weight == 1.0 else loss * portion.weight).backward()
-            losses.append(float(loss.detach()))
+            (result.loss if portion.weight == 1.0 else result.loss * portion.weight).backward()
+            numbers.append(result.numbers())
         if buffers:  # statistics are those of the first, as with a worker for each
             torch._foreach_copy_(list(buffers_of(self.model).values()), buffers)
-        return losses
+        return numbers
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,9 @@ class GradientWork:
     portions: Sequence[Portion]
     watch: BackwardWatch | None = None
 
-    def __call__(self) -> list[float]:
+    def __call__(self) -> list[dict[str, float]]:
         if self.watch is None:
             return self.gradients.add_up(self.portions)
-        losses = self.gradients.add_up(self.portions, self.watch.arm)
+        numbers = self.gradients.add_up(self.portions, self.watch.arm)
         self.watch.end()
-        return losses
+        return numbers

@@ -10,6 +10,8 @@ import torch
 from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import COORDINATORS, Comm
 from torrential.config import RunConfig
+from torrential.data.deal import order_of
+from torrential.data.loaders import Loaders
 from torrential.optim.schedule import schedule_of
 from torrential.params.base import CommonParameters
 from torrential.server.client import Client
@@ -17,6 +19,7 @@ from torrential.server.optimizer import state_names
 from torrential.strategies.base import Strategy, servers_of
 from torrential.strategies.context import Decision, Vote
 from torrential.task import Task
+from torrential.trainer.ahead import LookAhead
 from torrential.trainer.data import TrainingData
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.replica import ModelReplica
@@ -46,18 +49,23 @@ class RoleContext:
         checkpoint: Checkpoint | None = None,
         life: int = 0,
         timed: Callable[[CommonParameters], CommonParameters] = _untimed,
+        loaders: Loaders | None = None,
     ) -> None:
-        """`checkpoint`: what the run goes on from; `life`: how many with this address have been there before."""
+        """`checkpoint`: what the run goes on from; `life`: how many with this address have been there before;
+        `loaders`: processes that read this role's batches."""
         self.task, self.config, self.strategy, self.comm, self.outlet = task, config, strategy, comm, outlet
         self._device, self._dry = device, device.type == "meta"
         self._reduce_device = torch.device("cpu") if reduce_device is None else reduce_device
-        self._timed = timed
+        self._timed, self._loaders = timed, loaders
         alone = comm.address >= COORDINATORS
         schedule = schedule_of(config, strategy.samples_per_update(config.workers, config.batch_size), task.schedule)
         self.servers = servers_of(strategy, config.workers, max(1, config.servers))
         self._first = checkpoint if self.servers is not None or alone or not life else None
         self.state = NamedStates(None if self._first is None else self._first.workers, str(comm.address))
-        self.data = TrainingData(config, comm, schedule, lambda: self.params)
+        order = order_of(task, config)
+        self.data = TrainingData(config, comm, schedule, lambda: self.params, order)
+        if loaders is not None:
+            self.data.ahead = LookAhead(loaders, config, order, self.servers)
         self.progress = TrainingProgress(config, comm, outlet, self.data, schedule, self._first, life > 0)
         self.snapshots = Snapshots(comm, outlet, self.data, lambda: self.replica, self.state, self.progress, self._dry)
         if alone:
@@ -80,6 +88,7 @@ class RoleContext:
             self.comm.address < COORDINATORS,
             self._timed,
             self._first,
+            self._loaders,
         )
 
     @property

@@ -8,28 +8,32 @@ from torch import Tensor
 
 from torrential.comm.protocol import Comm
 from torrential.config import RunConfig
-from torrential.data.deal import Batch, Deal, Share, order
+from torrential.data.deal import Batch, Deal, Order, Share
 from torrential.optim.schedule import Schedule
 from torrential.server.client import Client
+from torrential.trainer.ahead import LookAhead
 
 
 class TrainingData:
     """Implements strategies.context.Data."""
 
-    def __init__(self, config: RunConfig, comm: Comm, schedule: Schedule, client: Callable[[], Client]) -> None:
-        self._config, self._comm, self._schedule, self._client = config, comm, schedule, client
-        self.deal = Deal(config.samples, config.seed)
+    def __init__(
+        self, config: RunConfig, comm: Comm, schedule: Schedule, client: Callable[[], Client], order: Order
+    ) -> None:
+        self._config, self._comm, self._schedule, self._client, self._order = config, comm, schedule, client, order
+        self.deal = Deal(config.samples, config.seed, order=order)
         self.joined = 0
         self.used_up = False  # servers have nothing left to deal
         self.enough: Callable[[], bool] = lambda: False  # whether all steps are done that were asked for
+        self.ahead: LookAhead | None = None  # what tells loaders of the next batches, where there are loaders
 
     def order(self, epoch: int) -> Tensor:
-        return order(self._config.samples, self._config.seed, epoch)
+        return self._order.whole(epoch)
 
     # -- joined batches -----------------------------------------------------------------------------------------
     def place(self, epoch: int, cursor: int) -> None:
         """Go on from there."""
-        self.deal = Deal(self._config.samples, self._config.seed, epoch, cursor)
+        self.deal = Deal(self._config.samples, self._config.seed, epoch, cursor, self._order)
 
     @property
     def seen(self) -> int:
@@ -42,16 +46,24 @@ class TrainingData:
         part = members.index(self._comm.rank) if part is None else part
         self.joined = parts * self._config.batch_size * batches
         batches *= self._schedule.growth(self.seen, self.joined)
+        if self.ahead is not None:
+            self.ahead.share(self.deal, part, parts, batches)
         return self.deal.share(part, parts, self._config.batch_size, batches)
 
     # -- leases -------------------------------------------------------------------------------------------------
     def take(self, clock: int, minibatches: int = 1, after: int = 0) -> Batch | None:
         if self._comm.stop_requested() or self.enough():
+            if self.ahead is not None:
+                self.ahead.give_up(self._client())
             return None
-        answer = self._client().take(minibatches * self._config.batch_size, clock=clock, after=after).wait()
+        client, count = self._client(), minibatches * self._config.batch_size
+        if self.ahead is None:
+            answer = client.take(count, clock=clock, after=after).wait()
+        else:
+            answer = self.ahead.take(client, count, clock, after, self._comm.view.workers, self._comm.rank)
         if answer.finished:
             self.used_up = True
             return None
         first, last = answer.indices
-        indices = self.order(answer.epoch)[first:last]
+        indices = self._order.between(answer.epoch, first, last)
         return Batch(answer.epoch, first, indices, answer.total or max(1, last - first), lease=answer.lease)

@@ -12,14 +12,14 @@ from torrential import checkpoint
 from torrential.config import RunConfig
 from torrential.data.batches import Batches
 from torrential.params.layout import plan
+from torrential.randomness import EVALUATION, seed_all
 from torrential.records import Evaluation
+from torrential.step import Score, run_step
 from torrential.strategies.base import Strategy
 from torrential.task import Task, build_model
 from torrential.trainer.pending import Parts
-from torrential.trainer.randomness import seed_all
 from torrential.trainer.snapshot import Snapshot, load_flat, load_tensors, to_checkpoint
 from torrential.trainer.state import EVERYBODY
-from torrential.usercode import calling
 
 EVALUATION_BATCH = 512
 
@@ -36,9 +36,11 @@ class Observer:
         assert task.validation is not None
         self.gets_on: Callable[[], None] = lambda: None  # called after every batch that was evaluated
         self._data = {
-            "validation": Batches(task.validation, device, "validation data"),
-            "test": Batches(task.test, device, "test data"),
+            "validation": Batches(task.validation, device, "validation data", task.collate, seed=config.seed),
+            "test": Batches(task.test, device, "test data", task.collate, seed=config.seed),
         }
+        short = task.step is None and task.collate is None
+        self._batch = EVALUATION_BATCH if short else task.batch_size  # what is large enough for long texts
 
     def complete(self, snapshot: Snapshot, parts: Parts) -> bool:
         """Whether there is a model to evaluate: where it is put together from the workers' own states, all are needed.
@@ -72,26 +74,23 @@ class Observer:
     def evaluate(self, snapshot: Snapshot, split: str) -> Evaluation:
         """Evaluate the parameters that were loaded last."""
         data = self._data[split]
-        value = loss = 0.0
-        seed_all(self.device, self.config.seed, 2, snapshot.step)  # for models that draw here, too
-        with torch.inference_mode():
-            for indices in torch.arange(len(data)).split(EVALUATION_BATCH):
-                inputs, targets = data.fetch(indices)
-                with calling(f"forward pass on {data.name}", self.task.model):
-                    outputs = self.model(inputs)
-                with calling(f"metric on {data.name}"):
-                    value += float(self.task.metric(outputs, targets)) * len(indices)
-                with calling(f"loss on {data.name}"):
-                    loss += float(self.task.loss(outputs, targets)) * len(indices)
+        seed_all(self.device, self.config.seed, EVALUATION, snapshot.step)  # for models that draw here, too
+        score = Score(self.task, self.device, f" on {data.name}")
+        with torch.no_grad():
+            for indices in torch.arange(len(data)).split(self._batch):
+                result = run_step(self.task, self.model, data.fetch(indices), f" on {data.name}")
+                score.add(result, len(indices))
                 self.gets_on()
+        figures = score.figures()
         return Evaluation(
             split=split,
             step=snapshot.step,
             epoch=snapshot.epoch,
             samples=snapshot.samples,
             time=snapshot.time,
-            value=value / len(data),
-            loss=loss / len(data),
+            value=score.value(),
+            loss=figures.pop("loss"),
+            figures=figures,
         )
 
     def save(

@@ -43,6 +43,7 @@ class TrainingProgress:
         data.enough = lambda: config.steps is not None and self.step >= config.steps
         self.stopped = False
         self.loss, self.time = math.nan, 0.0
+        self.figures: dict[str, float] = {}  # of this role's last backward, besides the loss
         self._last_rate = config.lr
         self._staleness: Counter[int] = Counter()
         self._dropped = 0
@@ -110,7 +111,7 @@ class TrainingProgress:
 
     def _record(self) -> None:
         place = {"step": self.step, "epoch": self.epoch, "samples": self.samples}
-        self.recorder.write(self._comm.now(), **place, loss=self.loss)
+        self.recorder.write(self._comm.now(), **place, loss=self.loss, figures=self.figures)
 
     # -- batches that servers deal ------------------------------------------------------------------------------
     def advance(self, batch: Batch, loss: float, answer: Answer | None = None) -> None:
@@ -147,6 +148,7 @@ class TrainingProgress:
             epoch=self.epoch,
             samples=self.samples,
             loss=self.loss,
+            figures=self.figures,
             staleness=dict(self._staleness),
             dropped=self._dropped,
         )

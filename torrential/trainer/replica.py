@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import Comm, Handle
 from torrential.config import RunConfig
 from torrential.data.deal import Batch
+from torrential.data.loaders import Loaders
 from torrential.data.resize import Resize
 from torrential.optim.recipe import adapt_model, adapt_optimizer
 from torrential.optimizers import OptimizerSpec
@@ -22,11 +24,12 @@ from torrential.params.local import LocalParameters
 from torrential.params.replicated import ReplicatedParameters
 from torrential.params.shared import SharedParameters
 from torrential.params.synchronized import Synchronized
+from torrential.randomness import MODEL, TRAINING, seed_all
+from torrential.step import Means
 from torrential.strategies.base import Strategy
 from torrential.task import Task, build_model
 from torrential.trainer.backward import FORWARD, Gradients, GradientWork, Portion
 from torrential.trainer.progress import TrainingProgress
-from torrential.trainer.randomness import seed_all
 from torrential.trainer.slow import Brake
 from torrential.trainer.snapshot import buffers_of, from_checkpoint
 from torrential.trainer.state import NamedStates
@@ -49,13 +52,14 @@ class ModelReplica:
         is_worker: bool,
         timed: Callable[[CommonParameters], CommonParameters],
         checkpoint: Checkpoint | None,
+        loaders: Loaders | None,
     ) -> None:
         """`reduce_device`: the device on which gradients are summed; `timed`: makes updates of parameters take time, in
         a world where that is simulated."""
         self._task, self._config, self._comm, self._state, self._progress = task, config, comm, state, progress
         self._device, self._reduce_device, self._timed, self._checkpoint = device, reduce_device, timed, checkpoint
         self._dry = device.type == "meta"  # nothing is computed there
-        seed_all(device, config.seed, 0)
+        seed_all(device, config.seed, MODEL)
         whole = adapt_model(config.recipe, build_model(task))
         part = strategy.part(whole, comm.rank, config.workers) if is_worker else whole
         full = {id(t): name for name, t in itertools.chain(whole.named_parameters(), whole.named_buffers())}
@@ -64,7 +68,7 @@ class ModelReplica:
         self.layout = plan(self.model, strategy.bucket_bytes, self._names)
         self._parameters = [p for p in reversed(list(self.model.parameters())) if p.requires_grad]
         self._spec = strategy.optimizer(adapt_optimizer(config.recipe, task.optimizer_spec.with_lr(config.lr), whole))
-        self._gradients = Gradients(task, self.model, device, config.seed)
+        self._gradients = Gradients(task, self.model, device, config.seed, loaders)
         self._resize = None if config.recipe.resize is None else Resize.parse(config.recipe.resize)
         self._brake = Brake(config, comm)
         self._watch: BackwardWatch | None = None
@@ -170,8 +174,12 @@ class ModelReplica:
         watch = None if ready is None else self._begin_watch(ready, max(1, len(batches)))
         samples = sum(len(batch) for batch in batches)
         work = GradientWork(self._gradients, self._portions(batches), watch)
-        losses = self._comm.compute(samples, (lambda: self._no_work(watch, batches)) if self._dry else work)
-        loss = losses[0] if len(losses) == 1 else self._mean(losses, batches)
+        numbers = self._comm.compute(samples, (lambda: self._no_work(watch, batches)) if self._dry else work)
+        means = Means()
+        for portion, batch in zip(numbers, batches, strict=True):
+            means.add(portion, len(batch))
+        self._progress.figures = dict(means)
+        loss = self._progress.figures.pop("loss", 0.0)
         if ready is None and not math.isfinite(loss):
             self._progress.refuse(loss, batches[0])
         if after is not None:
@@ -196,17 +204,10 @@ class ModelReplica:
         return [Portion((b.epoch, b.first), b.indices, b.weight, scale) for b in batches]
 
     @staticmethod
-    def _no_work(watch: BackwardWatch | None, batches: Sequence[Batch]) -> list[float]:
+    def _no_work(watch: BackwardWatch | None, batches: Sequence[Batch]) -> list[dict[str, float]]:
         if watch is not None:
             watch.end()
-        return [0.0] * len(batches)
-
-    @staticmethod
-    def _mean(losses: Sequence[float], batches: Sequence[Batch]) -> float:
-        total = 0.0
-        for loss, batch in zip(losses, batches, strict=True):
-            total += loss * len(batch)
-        return total / max(1, sum(len(batch) for batch in batches))
+        return [{"loss": 0.0}] * len(batches)
 
     def _load(self) -> None:
         if self._apart and self._vector is not None:
@@ -229,12 +230,12 @@ class ModelReplica:
         found = [e.index for e, p in zip(self.layout.entries, self._parameters, strict=True) if p.grad is not None]
         return None if len(found) == len(self._parameters) else found
 
-    def fetch(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self._gradients.fetch(batch.indices)
+    def fetch(self, batch: Batch) -> Any:
+        return self._gradients.fetch((batch.epoch, batch.first), batch.indices)
 
     def compute(self, batch: Batch, work: Callable[[], Tensor], share: float = 1.0) -> Tensor:
         def seeded() -> Tensor:
-            seed_all(self._device, self._config.seed, 1, batch.epoch, batch.first)
+            seed_all(self._device, self._config.seed, TRAINING, batch.epoch, batch.first)
             return work()
 
         return self._comm.compute(share * len(batch), seeded)

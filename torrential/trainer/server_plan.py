@@ -12,12 +12,12 @@ from torrential.config import RunConfig
 from torrential.optim.recipe import adapt_model, adapt_optimizer
 from torrential.optimizers import OptimizerSpec
 from torrential.params.layout import Layout, plan
+from torrential.randomness import seed_all
 from torrential.server.dealer import Dealer
 from torrential.server.optimizer import Scalars, bounds, state_names
 from torrential.server.shard import Initial
 from torrential.strategies.base import Strategy, servers_of
 from torrential.task import Task, build_model
-from torrential.trainer.randomness import seed_all
 
 
 class ServerPlan:

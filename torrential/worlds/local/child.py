@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ from torrential import descriptors, shipping
 from torrential.comm.channel import TensorLetter
 from torrential.comm.post import Post
 from torrential.comm.protocol import address_of
+from torrential.data.deal import order_of
+from torrential.data.loaders import LoaderProcess, Loaders, ReadBatch, end_loaders, fork_loaders, reader
 from torrential.errors import RunFailed
 from torrential.server.messages import Message
 from torrential.strategies.roles import Role
@@ -34,6 +37,7 @@ CONNECT_SECONDS = 660.0  # as long as a run may take to start
 
 
 def main(spawn: Spawn) -> int:
+    loaders = fork_loaders(spawn.rank, spawn.loaders, lambda: _prepare_reading(spawn))  # before there are threads
     post = None if spawn.role == "observer" else open_post(spawn)
     hello = m.Hello(spawn.role, spawn.rank, spawn.life, os.getpid(), post.where if post else "")
     link = SupervisorLink(spawn.address, spawn.token, hello, CONNECT_SECONDS)
@@ -50,13 +54,14 @@ def main(spawn: Spawn) -> int:
                 assert post is not None
                 role = _role(job, spawn.role)
                 post.understand(reduce(or_, job.strategy.letters, Message | TensorLetter))
-                worker, comm = _build(job, role, spawn, link, post)
+                worker, comm = _build(job, role, spawn, link, post, loaders)
                 link.send(m.Ready())
                 if role.name == "coordinator":
                     link.until(lambda: comm.first is not None or link.dismissed, "the first view", 1e9)
                 elif role.death == "view":
                     comm.begin()
                 role.program(worker)
+                end_loaders(loaders)
                 if not link.dismissed:
                     raise RunFailed(RETURNED.format(name=f"{role.name} {spawn.rank}"))
         return 0
@@ -77,7 +82,14 @@ def _open(spawn: Spawn) -> Job:
     return job
 
 
-def _build(job: Job, role: Role, spawn: Spawn, link: SupervisorLink, post: Post) -> tuple[RoleContext, LocalComm]:
+def _prepare_reading(spawn: Spawn) -> ReadBatch:
+    job = _open(spawn)
+    return reader(job.task, order_of(job.task, job.config))
+
+
+def _build(
+    job: Job, role: Role, spawn: Spawn, link: SupervisorLink, post: Post, processes: Sequence[LoaderProcess]
+) -> tuple[RoleContext, LocalComm]:
     config, rank, life = job.config, address_of(spawn.role, spawn.rank), spawn.life
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.settings.threads or max(1, cores // config.workers))
@@ -96,7 +108,10 @@ def _build(job: Job, role: Role, spawn: Spawn, link: SupervisorLink, post: Post)
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
     reduce_device = device if backend == "nccl" else torch.device("cpu")
     checkpoint = going_on_from(job, role.death, life)
-    context = RoleContext(job.task, config, job.strategy, comm, outlet, device, reduce_device, checkpoint, life)
+    loaders = Loaders(processes, config.settings.timeout) if processes else None
+    context = RoleContext(
+        job.task, config, job.strategy, comm, outlet, device, reduce_device, checkpoint, life, loaders=loaders
+    )
     assert context.replica  # built before it joins: a slow model factory stalls nobody
     return context, comm
 

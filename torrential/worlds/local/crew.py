@@ -19,6 +19,7 @@ from torch import Tensor
 from torrential.comm import wire
 from torrential.comm.admission import Admission
 from torrential.comm.protocol import address_of, role_name, role_of
+from torrential.config import LocalSettings
 from torrential.errors import RunFailed
 from torrential.membership.roles import Who
 from torrential.worlds.local import messages as m
@@ -65,9 +66,9 @@ class ProcessMessage:
 
 
 class Crew:
-    def __init__(self, nursery: socket.socket, parcel: tuple[int, int], transport: str) -> None:
+    def __init__(self, nursery: socket.socket, parcel: tuple[int, int], settings: LocalSettings) -> None:
         self._nursery: wire.Connection[Message] = wire.Connection(nursery, Message)
-        self._parcel, self._transport = parcel, transport
+        self._parcel, self._settings = parcel, settings
         self._token = secrets.token_bytes(wire.TOKEN_BYTES)
         self._admission = Admission(f"unix:@torrential-{secrets.token_hex(8)}", self._token, m.Hello)
         self.reports: queue.SimpleQueue[ProcessMessage | Born | Ended | None] = queue.SimpleQueue()
@@ -81,7 +82,16 @@ class Crew:
         self.processes[who] = Process(who)
         parcel = (os.getpid(), *self._parcel)
         role, number = role_of(who.address)
-        spawn = Spawn(role, number, who.life, self._admission.address, self._token, parcel, self._transport)
+        spawn = Spawn(
+            role,
+            number,
+            who.life,
+            self._admission.address,
+            self._token,
+            parcel,
+            self._settings.transport,
+            self._settings.loaders if role == "worker" else 0,
+        )
         try:
             self._nursery.send(spawn)
         except wire.Closed as error:

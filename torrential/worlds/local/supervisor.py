@@ -50,7 +50,7 @@ class LocalWorld:
         self._launch.used = True
         registry = Registry()
         parcel = shipping.pack(job)
-        crew = Crew(self._launch.socket, parcel.fds, job.config.local.transport)
+        crew = Crew(self._launch.socket, parcel.fds, job.config.local)
         try:
             _Supervision(job, crew, registry, write, listener).supervise()
         finally:

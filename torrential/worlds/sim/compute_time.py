@@ -6,9 +6,9 @@ import time
 
 import torch
 
-from torrential.data.batches import Batches
+from torrential.data.batches import training_batches
+from torrential.step import run_step
 from torrential.task import Task, build_model
-from torrential.usercode import calling
 
 BATCHES = 5  # that are timed; their median counts
 
@@ -26,18 +26,14 @@ def measure_seconds_per_sample(task: Task, batch_size: int, device: torch.device
 
 
 def _time_batches(task: Task, batch_size: int, device: torch.device) -> list[float]:
-    model, data = build_model(task).to(device).train(), Batches(task.train, device)
+    model, data = build_model(task).to(device).train(), training_batches(task, device)
     count = min(batch_size, len(data))
-    inputs, targets = data.fetch(torch.arange(count))
+    batch = data.fetch(torch.arange(count))
     times = []
     for _ in range(BATCHES):
         model.zero_grad()  # as before every batch of a worker; else gradients would be added up
         began = time.perf_counter()
-        with calling("forward pass", task.model):
-            outputs = model(inputs)
-        with calling("loss"):
-            loss = task.loss(outputs, targets)
-        loss.backward()
+        run_step(task, model, batch).loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append((time.perf_counter() - began) / count)

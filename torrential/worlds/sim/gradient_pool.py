@@ -42,7 +42,7 @@ class _Job:
     def __init__(self, work: GradientWork) -> None:
         self.work = work
         self.helper: _Helper | None = None
-        self.losses: list[float] | None = None  # None: not computed
+        self.losses: list[dict[str, float]] | None = None  # and figures, of each portion; None: not computed
         self.failure: Exception | None = None
         self.wanted = True
 
@@ -119,7 +119,7 @@ class GradientPool:
         """Drop a job: the role that wanted it is dead."""
         job.wanted = False
 
-    def finish(self, job: _Job) -> list[float]:
+    def finish(self, job: _Job) -> list[dict[str, float]]:
         """Wait for a job's losses. Meanwhile one more is computed here, if all helpers have enough to do."""
         since = time.monotonic()
         self._collect(0.0)
