@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torrential.data.deal import Batch
     from torrential.errors import TorrentialError
     from torrential.optimizers import optimizer
+    from torrential.loop.session import join
     from torrential.records import read_records
     from torrential.reporting.page import report
     from torrential.run import TrainResult, train
@@ -61,6 +62,7 @@ __all__ = [
     "__version__",
     "accuracy",
     "compare",
+    "join",
     "load_task",
     "optimizer",
     "read_records",
@@ -93,6 +95,7 @@ _HOME = {
     "Vote": "torrential.strategies.context",
     "accuracy": "torrential.task",
     "compare": "torrential.study.compare",
+    "join": "torrential.loop.session",
     "load_task": "torrential.tasks",
     "optimizer": "torrential.optimizers",
     "read_records": "torrential.records",

@@ -45,7 +45,9 @@ def open_run(asked: RunRequest, out: Path | None) -> Job:
     )
     directory = out or records.fresh_directory(f"{Path(run.task.name).stem}-{type(run.strategy).name}")
     _begin(directory, manifest)
-    return Job(run.config, run.task, run.strategy, directory, changes=run.changes, warnings=run.warnings)
+    return Job(
+        run.config, run.task, run.strategy, directory, changes=run.changes, warnings=run.warnings, loop=asked.loop
+    )
 
 
 def _begin(directory: Path, manifest: records.Manifest) -> None:

@@ -19,13 +19,15 @@ from torrential.config import WORLDS, LocalSettings, Recipe, RunConfig, SimSetti
 from torrential.data.resize import Resize
 from torrential.descriptors import check_descriptors
 from torrential.errors import BadInput, UnknownName
+from torrential.loop.blueprint import OwnLoop
 from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe, without_effect
 from torrential.optim.schedule import schedule_of
 from torrential.optimizers import OptimizerSpec
 from torrential.options import make
 from torrential.strategies.base import Strategy, needs_servers
+from torrential.strategies.ddp import Ddp
 from torrential.strategies.registry import Given, Resolved, plain_options, resolve_strategy
-from torrential.task import Task, with_validation
+from torrential.task import Task, build_model, with_validation
 from torrential.trainer.optimizer import check_optimizer
 from torrential.trainer.slow import Slow
 from torrential.tryout import Sample, try_once, try_resized
@@ -45,6 +47,7 @@ class RunRequest:
     """The run that the user asked for, not yet checked."""
 
     task: Task
+    loop: OwnLoop | None = None  # the script that the task stands for
     source: str | None = None  # how to load it again: a built-in name or file.py[:name]
     strategy: Given = "allreduce"
     options: dict[str, Any]
@@ -78,8 +81,13 @@ def resolve(asked: RunRequest) -> ResolvedRun:
     strategy, settings, recipe = split_options(asked, found)
     task = _task(asked, strategy)
     _check_numbers(asked, task)
-    model, sample = try_once(task)
-    device = choose_device(asked.device)
+    if asked.loop is None:
+        model, sample = try_once(task)
+        device = choose_device(asked.device)
+    else:
+        check_loop(asked, strategy)
+        model, sample = build_model(task), (None, None)
+        device = asked.loop.blueprint.device
     servers = _servers(asked, strategy, settings, model)
     if isinstance(settings, LocalSettings):
         settings = _check_local(asked, settings, servers, device)
@@ -115,6 +123,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         cluster=cluster,
         base_batch=recipe.base_batch or asked.task.batch_size,
         samples_per_step=joined,
+        script=None if asked.loop is None else (asked.loop.script.path, *asked.loop.script.args),
     )
     changes, warnings = _check_recipe(config, strategy, task, model, sample, asked)
     return ResolvedRun(config, task, strategy, changes, warnings)
@@ -122,7 +131,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
 
 def _task(asked: RunRequest, strategy: Strategy) -> Task:
     """The task with what was asked for in the place of its own figures."""
-    task = with_validation(asked.task, asked.seed)
+    task = asked.task if asked.loop is not None else with_validation(asked.task, asked.seed)
     with calling("optimizer", whose=type(strategy).name):
         rate = strategy.optimizer(task.optimizer).lr if asked.lr is None else asked.lr
     return replace(
@@ -155,6 +164,22 @@ def choose_device(asked: str) -> str:
     if asked == "cuda" and not available:
         raise BadInput("--device cuda: this machine has no usable GPU; use --device cpu")
     return "cuda" if available and asked != "cpu" else "cpu"
+
+
+def check_loop(asked: RunRequest, strategy: Strategy) -> None:
+    """Refuse what a script's own loop cannot be run with."""
+    name, kind = type(strategy).name, type(strategy)
+    if asked.world != "local":
+        raise BadInput("a script cannot be run in simulated time; leave out --world sim, or make a task of it")
+    if asked.lr is not None or asked.batch_size is not None:
+        raise BadInput("learning rate and batch size are the script's own; change them there, or pass them after --")
+    given = [option for option in asked.options if option in Recipe.__struct_fields__]
+    if given:
+        raise BadInput(f"{given[0]} is for tasks, whose loop the run has; do it in the script, and leave it out")
+    if issubclass(kind, Ddp):
+        raise BadInput(f"{name} wraps the model, which a script's own loop has in its hands; use --strategy allreduce")
+    if kind.part is not Strategy.part:
+        raise BadInput(f"{name} cuts the model, which a script's own loop has in its hands; use another strategy")
 
 
 # -- options ----------------------------------------------------------------------------------------------------------

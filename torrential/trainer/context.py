@@ -10,7 +10,7 @@ import torch
 from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import COORDINATORS, Comm
 from torrential.config import RunConfig
-from torrential.optim.schedule import schedule_of
+from torrential.optim.schedule import Schedule, schedule_of
 from torrential.params.base import CommonParameters
 from torrential.server.client import Client
 from torrential.server.optimizer import state_names
@@ -20,7 +20,7 @@ from torrential.task import Task
 from torrential.trainer.data import TrainingData
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.replica import ModelReplica
-from torrential.trainer.rounds import Rounds
+from torrential.trainer.rounds import BetweenSteps, Rounds
 from torrential.trainer.saving import Saving
 from torrential.trainer.snapshot import Outlet
 from torrential.trainer.snapshots import Snapshots
@@ -57,8 +57,8 @@ class RoleContext:
         self.servers = servers_of(strategy, config.workers, max(1, config.servers))
         self._first = checkpoint if self.servers is not None or alone or not life else None
         self.state = NamedStates(None if self._first is None else self._first.workers, str(comm.address))
-        self.data = TrainingData(config, comm, schedule, lambda: self.params)
-        self.progress = TrainingProgress(config, comm, outlet, self.data, schedule, self._first, life > 0)
+        self.data = self._make_data(schedule)
+        self.progress = self._make_progress(schedule, late=life > 0)
         self.snapshots = Snapshots(comm, outlet, self.data, lambda: self.replica, self.state, self.progress, self._dry)
         if alone:
             self._go_on_alone()
@@ -66,9 +66,19 @@ class RoleContext:
         self._redone = any(role.name == "worker" and role.death == "regroup" for role in roles)
         self._rounds: Rounds | None = None
 
+    # -- parts that a script's own loop has others for (loop/context.py) -----------------------------------------
+    replica_kind: type[ModelReplica] = ModelReplica
+    between: BetweenSteps | None = None  # what happens between two steps, where a script has a say in it
+
+    def _make_data(self, schedule: Schedule) -> TrainingData:
+        return TrainingData(self.config, self.comm, schedule, lambda: self.params)
+
+    def _make_progress(self, schedule: Schedule, late: bool) -> TrainingProgress:
+        return TrainingProgress(self.config, self.comm, self.outlet, self.data, schedule, self._first, late)
+
     @cached_property
     def replica(self) -> ModelReplica:
-        return ModelReplica(
+        return self.replica_kind(
             self.task,
             self.config,
             self.strategy,
@@ -131,6 +141,7 @@ class RoleContext:
             self._first,
             self._dry,
             self._redone,
+            self.between,
         )
         self._rounds.run(propose, conclude)
 

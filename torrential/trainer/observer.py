@@ -33,12 +33,14 @@ class Observer:
         self.layout = plan(self.model, strategy.bucket_bytes)
         self._strategy = strategy
         self._assembles = type(strategy).assembled is not Strategy.assembled
-        assert task.validation is not None
+        self.evaluates = task.validation is not None  # not if a script reports by itself
         self.gets_on: Callable[[], None] = lambda: None  # called after every batch that was evaluated
-        self._data = {
-            "validation": Batches(task.validation, device, "validation data"),
-            "test": Batches(task.test, device, "test data"),
-        }
+        self._data = {}
+        if task.validation is not None:
+            self._data = {
+                "validation": Batches(task.validation, device, "validation data"),
+                "test": Batches(task.test, device, "test data"),
+            }
 
     def complete(self, snapshot: Snapshot, parts: Parts) -> bool:
         """Whether there is a model to evaluate: where it is put together from the workers' own states, all are needed.

@@ -36,6 +36,8 @@ from torrential.trainer.watch import BackwardWatch
 class ModelReplica:
     """Implements strategies.context.Replica."""
 
+    hears_backward = True  # by hooks in autograd
+
     def __init__(
         self,
         task: Task,
@@ -60,11 +62,11 @@ class ModelReplica:
         part = strategy.part(whole, comm.rank, config.workers) if is_worker else whole
         full = {id(t): name for name, t in itertools.chain(whole.named_parameters(), whole.named_buffers())}
         self._names = {n: full[id(t)] for n, t in itertools.chain(part.named_parameters(), part.named_buffers())}
-        self.model = part.to(device).train()
+        self.model = self._placed(part)
         self.layout = plan(self.model, strategy.bucket_bytes, self._names)
         self._parameters = [p for p in reversed(list(self.model.parameters())) if p.requires_grad]
         self._spec = strategy.optimizer(adapt_optimizer(config.recipe, task.optimizer.with_lr(config.lr), whole))
-        self._gradients = Gradients(task, self.model, device, config.seed)
+        self._gradients = self._make_gradients()
         self._resize = None if config.recipe.resize is None else Resize.parse(config.recipe.resize)
         self._brake = Brake(config, comm)
         self._watch: BackwardWatch | None = None
@@ -74,6 +76,12 @@ class ModelReplica:
         if checkpoint is not None:
             self._load_untrained(checkpoint.model)
         self._register_buffers()
+
+    def _placed(self, model: nn.Module) -> nn.Module:
+        return model.to(self._device).train()
+
+    def _make_gradients(self) -> Gradients:
+        return Gradients(self._task, self.model, self._device, self._config.seed)
 
     def _register_buffers(self) -> None:
         """Module buffers (statistics of batch norm, say) are each worker's own."""
@@ -113,7 +121,7 @@ class ModelReplica:
                 self._comm, self.model, self.layout, self._spec, self._device, self._reduce_device
             )
         self.parameters = common = self._timed(common)
-        self._watch = watch = BackwardWatch(self._parameters, self.layout)
+        self._watch = watch = BackwardWatch(self._parameters, self.layout, self.hears_backward)
         sizes = [sum(e.shape.numel() for e in bucket.entries) for bucket in self.layout.buckets]
         self._done_by = [done / sum(sizes) for done in itertools.accumulate(sizes)]  # share of backward, by bucket
         return Synchronized(common, lambda: watch.seen, self._task.clip_norm)

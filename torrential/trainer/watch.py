@@ -13,7 +13,8 @@ from torrential.params.layout import Bucket, Layout
 class BackwardWatch:
     """Buckets are announced in order, whatever order backward completes them in, so that all workers agree on it."""
 
-    def __init__(self, parameters: list[nn.Parameter], layout: Layout) -> None:
+    def __init__(self, parameters: list[nn.Parameter], layout: Layout, hooks: bool = True) -> None:
+        """`hooks`: backward is heard of by itself, not told by `replay`."""
         self._buckets = layout.buckets
         self._home = [b.index for b in layout.buckets for _ in b.entries]  # by entry: its bucket
         self._order: InOrder | None = None
@@ -21,7 +22,7 @@ class BackwardWatch:
         self.seen = [False] * len(parameters)  # by entry: whether backward reached it in this step
         self._armed = False
         self._places = {parameter: index for index, parameter in enumerate(parameters)}
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(parameters) if hooks else ():
             parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._arrived(i))
 
     def begin(self, ready: Callable[[Bucket], None]) -> None:

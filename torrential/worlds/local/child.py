@@ -16,6 +16,7 @@ from torrential.comm.post import Post
 from torrential.comm.protocol import address_of
 from torrential.errors import RunFailed
 from torrential.server.messages import Message
+from torrential.loop.session import LaunchedRun
 from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
 from torrential.worlds.base import RETURNED, Job, going_on_from
@@ -26,6 +27,7 @@ from torrential.worlds.local.link import Buffers, SupervisorLink
 from torrential.worlds.local.mail import open_post
 from torrential.worlds.local.observing import observe
 from torrential.worlds.local.outlet import LocalOutlet
+from torrential.worlds.local.script_process import play_script, try_script, use_device
 from torrential.worlds.local.server_process import serve
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ CONNECT_SECONDS = 660.0  # as long as a run may take to start
 
 
 def main(spawn: Spawn) -> int:
+    if spawn.role == "trial":
+        return try_script(spawn)
     messenger = None
     if spawn.role == "worker" and spawn.transport != "shared" and spawn.regroups:
         mine = "tcp:127.0.0.1:0" if spawn.transport == "tcp" else f"{spawn.address}-{spawn.rank}-{spawn.life}"
@@ -53,7 +57,10 @@ def main(spawn: Spawn) -> int:
     try:
         with descriptors.explained():
             job = _open(spawn)
-            if spawn.role == "observer":
+            if spawn.role == "worker" and job.loop is not None:
+                assert post is not None
+                play_script(job, job.loop, spawn.rank, link, lambda run: _build(job, spawn, link, messenger, post, run))
+            elif spawn.role == "observer":
                 observe(job, link)
             elif spawn.role == "server":
                 assert post is not None
@@ -61,13 +68,7 @@ def main(spawn: Spawn) -> int:
             else:
                 assert post is not None
                 role = _role(job, spawn.role)
-                post.understand(reduce(or_, job.strategy.letters, Message | TensorLetter))
-                worker, comm = _build(job, role, spawn, link, messenger, post)
-                link.send(m.Ready())
-                if role.name == "coordinator":
-                    link.until(lambda: comm.first is not None or link.dismissed, "the first view", 1e9)
-                elif role.death == "view":
-                    comm.begin()
+                worker = _build(job, spawn, link, messenger, post)
                 role.program(worker)
                 if not link.dismissed:
                     raise RunFailed(RETURNED.format(name=f"{role.name} {spawn.rank}"))
@@ -78,29 +79,20 @@ def main(spawn: Spawn) -> int:
 
 
 def _open(spawn: Spawn) -> Job:
-    supervisor, pickled, tensors = spawn.parcel
-    fds = [os.open(f"/proc/{supervisor}/fd/{fd}", os.O_RDWR) for fd in (pickled, tensors)]
-    try:
-        job = shipping.unpack(*fds)
-    finally:
-        for fd in fds:
-            os.close(fd)
+    job = shipping.unpack_from(*spawn.parcel)
     assert isinstance(job, Job)
     return job
 
 
 def _build(
-    job: Job, role: Role, spawn: Spawn, link: SupervisorLink, messenger: Messenger | None, post: Post
-) -> tuple[RoleContext, LocalComm]:
+    job: Job, spawn: Spawn, link: SupervisorLink, messenger: Messenger | None, post: Post, run: LaunchedRun | None = None
+) -> RoleContext:
+    """The context of a role's program, which takes part from here on. `run`: that of the worker's script."""
+    role = _role(job, spawn.role)
     config, rank, life = job.config, address_of(spawn.role, spawn.rank), spawn.life
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(config.settings.threads or max(1, cores // config.workers))
-    device = torch.device(config.device)
-    own_gpu = False
-    if device.type == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        own_gpu = config.workers <= torch.cuda.device_count()
-        torch.cuda.set_device(device)
+    post.understand(reduce(or_, job.strategy.letters, Message | TensorLetter))
+    device = use_device(config, spawn.rank)
+    own_gpu = device.type == "cuda" and config.workers <= torch.cuda.device_count()
     native = config.settings.algorithm == "native"
     backend = None if not native else ("nccl" if own_gpu else "gloo")
     buffers = Buffers(link, rank)
@@ -110,9 +102,15 @@ def _build(
     outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
     reduce_device = device if backend == "nccl" else torch.device("cpu")
     checkpoint = going_on_from(job, role.death, life)
-    context = RoleContext(job.task, config, job.strategy, comm, outlet, device, reduce_device, checkpoint, life)
+    parts = (config, job.strategy, comm, outlet, device, reduce_device, checkpoint, life)
+    context = RoleContext(job.task, *parts) if run is None else run.context_of(job.task, *parts)
     assert context.replica  # built before it joins: a slow model factory stalls nobody
-    return context, comm
+    link.send(m.Ready())
+    if role.name == "coordinator":
+        link.until(lambda: comm.first is not None or link.dismissed, "the first view", 1e9)
+    elif role.death == "view":
+        comm.begin()
+    return context
 
 
 def _role(job: Job, name: str) -> Role:
