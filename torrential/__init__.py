@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torrential.data.deal import Batch
     from torrential.errors import TorrentialError
     from torrential.optimizers import optimizer
+    from torrential.launching import launch
     from torrential.loop.session import join
     from torrential.records import read_records
     from torrential.reporting.page import report
@@ -63,6 +64,7 @@ __all__ = [
     "accuracy",
     "compare",
     "join",
+    "launch",
     "load_task",
     "optimizer",
     "read_records",
@@ -96,6 +98,7 @@ _HOME = {
     "accuracy": "torrential.task",
     "compare": "torrential.study.compare",
     "join": "torrential.loop.session",
+    "launch": "torrential.launching",
     "load_task": "torrential.tasks",
     "optimizer": "torrential.optimizers",
     "read_records": "torrential.records",

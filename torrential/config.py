@@ -140,6 +140,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     cluster: dict[str, Any] | None = None  # what is simulated, as in a cluster file
     base_batch: Count = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled
     script: tuple[str, ...] | None = None  # the file that was launched, and its arguments, where the loop is its own
+    minimize: bool = False  # whether a smaller value of what a script reports is better
 
     def __post_init__(self) -> None:
         if not isinstance(self.settings, WORLDS.get(self.world, ())):

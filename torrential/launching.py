@@ -7,7 +7,8 @@ import contextlib
 import inspect
 import os
 import select
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,15 @@ from torrential.comm import wire
 from torrential.config import NO_LIMIT
 from torrential.errors import BadInput, RunFailed, TorrentialError
 from torrential.loop.blueprint import Blueprint, OwnLoop, Script
-from torrential.opening import open_run
+from torrential.opening import config_of, open_run, resume_run
+from torrential.records import MANIFEST
 from torrential.resolve import RunRequest, split_options
 from torrential.strategies.base import Strategy
-from torrential.strategies.registry import Given, Resolved, resolve_strategy
+from torrential.run import TrainResult, execute, listener_of
+from torrential.strategies.registry import Given, Resolved, is_loadable, resolve_strategy
 from torrential.task import Task
+from torrential.usercode import refuse_exit, refuse_training
+from torrential.userfiles import check_own
 from torrential.worlds.base import Job
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.nursery import Born, Ended, Message, Spawn
@@ -88,6 +93,73 @@ def open_launch(script: Script, launch: Launch, out: Path | None, **asked: Any) 
     """A run of a script, tried and checked, in a directory of its own."""
     loop = try_script(script, asked["workers"], asked["seed"], launch)
     return open_run(request(loop, **asked), out)
+
+
+def resume_launch(directory: Path, launch: Launch, script: Script | None = None) -> Job:
+    """A run of a script that goes on from its last good checkpoint. `script`: given again where it was a function."""
+    config = config_of(directory)
+    if config.script is None:
+        raise BadInput(f"the run in {directory} is of a task; go on with: torrential train --resume {directory}")
+    if script is None:
+        if not config.script[0]:
+            raise BadInput(f"the run in {directory} is of a function; go on with tt.launch(function, resume=...)")
+        check_own(directory / MANIFEST, config.script[0], "look at that file, then launch it anew")
+        script = script_of(config.script[0], config.script[1:])
+    loop = try_script(script, config.workers, config.seed, launch)
+    task = task_of(loop, not config.minimize, lambda batch: config.samples_per_step)
+    strategy = resolve_strategy(config.strategy).make(config.options) if is_loadable(config.strategy) else None
+    return resume_run(directory, task, strategy, loop)
+
+
+def launch(
+    script: Callable[[], Any] | str | os.PathLike[str],
+    strategy: Given = "allreduce",
+    *,
+    args: Sequence[str] = (),
+    workers: int = 1,
+    servers: int | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    target: float | None = None,
+    minimize: bool = False,
+    seed: int = 0,
+    out: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> TrainResult:
+    """Run a function, or a script, with a training loop of its own in every worker; blocks until it is done.
+
+    It calls `tt.join()`, as docs/loops.md shows. A function is sent to the workers with what it refers to, so it may be
+    defined in a notebook. `strategy`, `workers` and `options` are as in `tt.train`; `target` is that of what the script
+    reports. The result's `model` has the parameters and buffers, and no forward pass.
+    """
+    refuse_training()
+    nursery = Launch()
+    try:
+        run = Script(function=script) if callable(script) else script_of(script, tuple(args))
+        if resume is not None:
+            job = resume_launch(Path(resume), nursery, run)
+        else:
+            job = open_launch(
+                run,
+                nursery,
+                None if out is None else Path(out),
+                strategy=strategy,
+                options=options,
+                maximize=not minimize,
+                workers=workers,
+                servers=servers,
+                epochs=epochs,
+                steps=steps,
+                target=target,
+                seed=seed,
+            )
+        return execute(job, nursery, lambda j: listener_of(j, progress))
+    except SystemExit as end:
+        raise refuse_exit(end) from end
+    finally:
+        nursery.close()
 
 
 def _with_the_scripts_optimizer(found: Resolved, options: dict[str, Any], strategy: Given) -> dict[str, Any]:
@@ -162,7 +234,7 @@ def reported_name(script: Script) -> str:
     """The name of the first value that the script reports, as it is written there; "metric" where that is not seen."""
     with contextlib.suppress(OSError, TypeError, SyntaxError):
         source = Path(script.path).read_text() if script.function is None else inspect.getsource(script.function)
-        for node in ast.walk(ast.parse(inspect.cleandoc(source) if script.function else source)):
+        for node in ast.walk(ast.parse(textwrap.dedent(source))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "report":
                 if node.keywords and node.keywords[0].arg:
                     return node.keywords[0].arg

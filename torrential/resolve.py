@@ -124,6 +124,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         base_batch=recipe.base_batch or asked.task.batch_size,
         samples_per_step=joined,
         script=None if asked.loop is None else (asked.loop.script.path, *asked.loop.script.args),
+        minimize=asked.loop is not None and not task.maximize,
     )
     changes, warnings = _check_recipe(config, strategy, task, model, sample, asked)
     return ResolvedRun(config, task, strategy, changes, warnings)

@@ -91,7 +91,7 @@ def train(
         loaded = load_task(task) if isinstance(task, str) else task
         if resume is not None:
             job = resume_run(Path(resume), loaded, strategy)
-            return execute(job, launch, lambda j: _listener(j, progress))
+            return execute(job, launch, lambda j: listener_of(j, progress))
         asked = RunRequest(
             task=loaded,
             source=task if isinstance(task, str) else None,
@@ -119,7 +119,7 @@ def train(
 
 def _train(job: Job, launch: Launch | None, progress: bool | None) -> TrainResult:
     try:
-        return execute(job, launch, lambda j: _listener(j, progress))
+        return execute(job, launch, lambda j: listener_of(j, progress))
     except KeyboardInterrupt:
         again = "task" if is_loadable(job.config.strategy) else f"task, {type(job.strategy).__name__}(...)"
         standard_error().print(
@@ -131,7 +131,7 @@ def _train(job: Job, launch: Launch | None, progress: bool | None) -> TrainResul
         raise
 
 
-def _listener(job: Job, show: bool | None) -> Any:
+def listener_of(job: Job, show: bool | None) -> Any:
     if show is False:
         return Silent()
     return show_progress(job, standard_error())

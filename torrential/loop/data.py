@@ -94,7 +94,8 @@ class LoopData(TrainingData):
             elif isinstance(wish, NextBatch) and self._is_over(wish, self.deal.next_epoch()):
                 self._turns.grant(None)
             else:
-                self.progress.ended |= isinstance(wish, Ended)
+                if isinstance(wish, Ended):
+                    self.progress.end()
                 return
 
     def finish(self) -> None:

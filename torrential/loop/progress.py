@@ -30,6 +30,12 @@ class LoopProgress(TrainingProgress):
     def finished(self) -> bool:
         return self.ended or super().finished()
 
+    def end(self) -> None:
+        """The script has come to its end, and with it this member's steps."""
+        if not self.ended and self.step and self.recorder.newest < self.step:
+            self._record()
+        self.ended = True
+
     def stepped(self, samples: int, loss: float) -> None:
         super().stepped(samples, loss if samples else self.loss)
 
