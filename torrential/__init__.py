@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torrential.records import read_records
     from torrential.reporting.page import report
     from torrential.run import TrainResult, train
+    from torrential.schedulers import scheduler
     from torrential.server.consistency import Consistency
     from torrential.server.messages import View
     from torrential.server.shard import Shard
@@ -69,6 +70,7 @@ __all__ = [
     "optimizer",
     "read_records",
     "report",
+    "scheduler",
     "train",
 ]
 
@@ -103,6 +105,7 @@ _HOME = {
     "optimizer": "torrential.optimizers",
     "read_records": "torrential.records",
     "report": "torrential.reporting.page",
+    "scheduler": "torrential.schedulers",
     "train": "torrential.run",
 }
 

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
+from torch import nn
 
 from torrential import checkpoint as checkpoints
 from torrential import records
@@ -16,6 +17,9 @@ from torrential.config import RunConfig, read_config
 from torrential.errors import BadInput
 from torrential.locks import lock_directory
 from torrential.loop.blueprint import OwnLoop
+from torrential.optim.built import over_model
+from torrential.optim.own_schedule import bound
+from torrential.optim.schedule import examine_schedule
 from torrential.records import Evaluation, Summary
 from torrential.resolve import RunRequest, choose_device, resolve
 from torrential.strategies.base import Strategy
@@ -103,17 +107,23 @@ def _resumed(
     if task is None:
         task = _load_task(directory, config)
     strategy = _same_strategy(directory, config, given)
+    model = build_model(task)
+    spec = over_model(task.optimizer, model)
     task = replace(
         with_validation(task, config.seed) if loop is None else task,
         batch_size=config.batch_size,
         epochs=config.epochs,
-        optimizer=task.optimizer.with_lr(config.lr),
+        optimizer=spec.with_lr(config.lr),
     )
+    schedule, described = examine_schedule(config, config.samples_per_step, bound(task.schedule, spec))
+    if described != config.schedule:
+        raise BadInput(f"the task's schedule has changed ({config.schedule} then, {described} now); start another run")
+    task = replace(task, schedule=schedule)
     path = directory / records.RECORDS
     if path.exists() and any(isinstance(r, Summary) for r in records.read_records(path)):
         raise BadInput(f"the run in {directory} is finished; start another one, or look at it there")
     checkpoint, skipped = checkpoints.latest(directory / "checkpoints")
-    _check_same(directory, config, task, checkpoint)
+    _check_same(directory, config, task, model, checkpoint)
     for why in skipped:
         standard_error().print(f"skipped a damaged checkpoint: {why}", markup=False, highlight=False, soft_wrap=True)
     kept = records.trim_records(path, checkpoint.step if checkpoint else 0)
@@ -180,7 +190,9 @@ def _source_of_strategy(directory: Path, config: RunConfig) -> str:
     return config.strategy
 
 
-def _check_same(directory: Path, config: RunConfig, task: Task, checkpoint: checkpoints.Checkpoint | None) -> None:
+def _check_same(
+    directory: Path, config: RunConfig, task: Task, model: nn.Module, checkpoint: checkpoints.Checkpoint | None
+) -> None:
     """A run goes on only with the task it was begun with."""
     samples = len(task.train)  # type: ignore[arg-type]
     if samples != config.samples:
@@ -188,10 +200,10 @@ def _check_same(directory: Path, config: RunConfig, task: Task, checkpoint: chec
             f"the task of {directory} has changed (training samples: {config.samples} then, {samples} now); "
             "start another run"
         )
-    if task.optimizer.describe() != config.optimizer:
-        raise BadInput(f"the task's optimizer has changed ({config.optimizer} then, {task.optimizer.describe()} now)")
+    if (described := task.optimizer_spec.describe()) != config.optimizer:
+        raise BadInput(f"the task's optimizer has changed ({config.optimizer} then, {described} now)")
     if checkpoint is not None:
-        now = {name: tuple(tensor.shape) for name, tensor in build_model(task).state_dict().items()}
+        now = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         then = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
         if now != then:
             odd = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from torrential.errors import BadInput
 from torrential.optimizers import OptimizerSpec, default_optimizer
+from torrential.schedulers import Scheduler
 from torrential.usercode import calling, name_of_file
 
 ROUNDING = 1e-6  # relative: 135 of 150 are 0.8999999761581421 in float32, and have reached 0.9
@@ -45,7 +46,11 @@ class Task:
     """(outputs, targets) to a scalar: the mean over the batch."""
     maximize: bool = True
     """Whether a bigger metric is better."""
-    optimizer: OptimizerSpec = field(default_factory=default_optimizer)
+    optimizer: OptimizerSpec | Callable[[nn.Module], torch.optim.Optimizer] = field(default_factory=default_optimizer)
+    """From `optimizer()`, or a function that builds one of torch's over the model."""
+    schedule: Scheduler | Callable[[float], float] | None = None
+    """The course of the learning rate: a function of the share of the run that is done (0 to 1), whose value is the
+    factor of the rate; or a schedule of torch's, from `scheduler()`."""
     batch_size: int = 32
     """Samples per worker and step."""
     epochs: int = 10
@@ -65,9 +70,15 @@ class Task:
         for role in ("model", "loss", "metric"):
             if not callable(getattr(self, role)):
                 raise BadInput(f"{role} must be a function (got {getattr(self, role)!r})")
-        if not isinstance(self.optimizer, OptimizerSpec):
+        if not isinstance(self.optimizer, OptimizerSpec) and not _is_function(self.optimizer):
             raise BadInput(
-                f"optimizer must come from optimizer() (got {self.optimizer!r}); try optimizer('sgd', lr=0.1)"
+                f"optimizer must come from optimizer() or be a function of the model (got {self.optimizer!r}); try "
+                "optimizer('sgd', lr=0.1)"
+            )
+        if not (self.schedule is None or isinstance(self.schedule, Scheduler) or _is_function(self.schedule)):
+            raise BadInput(
+                "schedule must be a function of the share of the run that is done, or one of torch's by "
+                f"scheduler(lambda optimizer: ..., every='epoch') (got {self.schedule!r})"
             )
         for role in ("batch_size", "epochs"):
             value = getattr(self, role)
@@ -91,10 +102,20 @@ class Task:
         return value >= target - slack if self.maximize else value <= target + slack
 
     @property
+    def optimizer_spec(self) -> OptimizerSpec:
+        """The optimizer, where it needs no model to be known, or has been made over it (resolve.py)."""
+        assert isinstance(self.optimizer, OptimizerSpec)
+        return self.optimizer
+
+    @property
     def metric_name(self) -> str:
         function = getattr(self.metric, "func", self.metric)  # a functools.partial is named after its function
         name = str(getattr(function, "__name__", type(function).__name__))
         return "metric" if name == "<lambda>" else name
+
+
+def _is_function(given: object) -> bool:
+    return callable(given) and not isinstance(given, type)
 
 
 def build_model(task: Task) -> nn.Module:

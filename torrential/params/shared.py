@@ -220,7 +220,7 @@ class SharedParameters:
             optimizer.state[parameter] = dict(zip(self._states[dtype], views, strict=True))
             if self._counted:
                 optimizer.state[parameter]["step"] = torch.tensor(float(counts[piece.entry.index]))
-        return Unit(pieces, parameters, states, optimizer, Rates(optimizer, self.spec.lr))
+        return Unit(pieces, parameters, states, optimizer, Rates(optimizer, self.spec))
 
     # -- snapshots ----------------------------------------------------------------------------------------------
     def flat(self) -> dict[str, Tensor]:

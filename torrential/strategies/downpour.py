@@ -58,8 +58,7 @@ class Downpour(Strategy, frozen=True, kw_only=True):
     def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         if self.server == "task":
             return spec
-        decay = spec.options.get("weight_decay", 0.0)
-        return OptimizerSpec(torch.optim.Adagrad, ADAGRAD_RATE, {"weight_decay": decay} if decay else {}, spec.exempt)
+        return spec.replaced(torch.optim.Adagrad, ADAGRAD_RATE, ("weight_decay",))
 
     def worker(self, ctx: Context) -> None:
         vector, gradient = ctx.replica.vector(), ctx.replica.gradient()

@@ -65,7 +65,7 @@ class ModelReplica:
         self.model = self._placed(part)
         self.layout = plan(self.model, strategy.bucket_bytes, self._names)
         self._parameters = [p for p in reversed(list(self.model.parameters())) if p.requires_grad]
-        self._spec = strategy.optimizer(adapt_optimizer(config.recipe, task.optimizer.with_lr(config.lr), whole))
+        self._spec = strategy.optimizer(adapt_optimizer(config.recipe, task.optimizer_spec.with_lr(config.lr), whole))
         self._gradients = self._make_gradients()
         self._resize = None if config.recipe.resize is None else Resize.parse(config.recipe.resize)
         self._brake = Brake(config, comm)

@@ -25,7 +25,7 @@ class ServerPlan:
         self._task, self._config, self._strategy, self._checkpoint = task, config, strategy, checkpoint
         model = self._model()
         self.layout = plan(model, strategy.bucket_bytes)
-        own = adapt_optimizer(config.recipe, task.optimizer.with_lr(config.lr), model)
+        own = adapt_optimizer(config.recipe, task.optimizer_spec.with_lr(config.lr), model)
         self.spec = strategy.optimizer(own).with_lr(config.lr)
         servers = servers_of(strategy, config.workers, config.servers)
         assert servers is not None, f"{strategy.name} declares no servers"
