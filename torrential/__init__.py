@@ -13,9 +13,9 @@ TYPE_CHECKING = False  # type checkers know better; nothing more is imported bef
 if TYPE_CHECKING:
     from torrential.data.deal import Batch
     from torrential.errors import TorrentialError
-    from torrential.optimizers import optimizer
     from torrential.launching import launch
     from torrential.loop.session import join
+    from torrential.optimizers import optimizer
     from torrential.records import read_records
     from torrential.reporting.page import report
     from torrential.run import TrainResult, train

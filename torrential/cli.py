@@ -211,8 +211,8 @@ def launch(
 
         assert nursery is not None
         if resume is not None:
-            given = {"epochs": epochs, "steps": steps, "target": target, "workers": workers, "servers": servers}
-            given |= {"seed": seed, "out": out, "strategy": strategy}
+            given: dict[str, object] = {"epochs": epochs, "steps": steps, "target": target, "workers": workers}
+            given |= {"servers": servers, "seed": seed, "out": out, "strategy": strategy}
             changed = [f"--{name}" for name, value in given.items() if value is not None] + ["--set"] * bool(set_)
             if changed:
                 raise BadInput(f"a resumed run keeps its options; leave out {', '.join(changed)}")

@@ -23,8 +23,8 @@ from torrential.loop.blueprint import Blueprint, OwnLoop, Script
 from torrential.opening import config_of, open_run, resume_run
 from torrential.records import MANIFEST
 from torrential.resolve import RunRequest, split_options
-from torrential.strategies.base import Strategy
 from torrential.run import TrainResult, execute, listener_of
+from torrential.strategies.base import Strategy
 from torrential.strategies.registry import Given, Resolved, is_loadable, resolve_strategy
 from torrential.task import Task
 from torrential.usercode import refuse_exit, refuse_training
@@ -234,8 +234,8 @@ def reported_name(script: Script) -> str:
     """The name of the first value that the script reports, as it is written there; "metric" where that is not seen."""
     with contextlib.suppress(OSError, TypeError, SyntaxError):
         source = Path(script.path).read_text() if script.function is None else inspect.getsource(script.function)
-        for node in ast.walk(ast.parse(textwrap.dedent(source))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "report":
-                if node.keywords and node.keywords[0].arg:
-                    return node.keywords[0].arg
+        calls = [node for node in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(node, ast.Call)]
+        for call in calls:
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "report" and call.keywords:
+                return str(call.keywords[0].arg)
     return "metric"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torrential.loop.data import LoopData
 from torrential.loop.loader import order_of
-from torrential.loop.optimizer import BackwardLosses
+from torrential.loop.optimizer import BackwardLosses, GroupOptions
 from torrential.loop.progress import LoopProgress
 from torrential.loop.replica import LoopReplica
 from torrential.loop.turns import TakeStep, Turns
@@ -45,15 +45,17 @@ class LoopContext(RoleContext):
         self._dataset, self._shuffle = dataset, shuffle
         super().__init__(*args, **options)
         self.between = self.data
-        self._first_rates = self._rates()
-        self._decided: list[float] | None = None  # rates that the members have agreed on for a step
-        self.progress.share_of_rate = self._share_of_rate
+        spec = self.task.optimizer_spec
+        self._groups = GroupOptions(optimizers, len(spec.groups) or 1)
+        self._replaced = self.strategy.optimizer(spec).kind is not spec.kind
+        self._decided: list[float] | None = None  # options that the members have agreed on for a step
+        self.progress.current_rate = self._rate
         self.progress.turns = turns
-        self.data.progress, self.data.rates, self.data.use = self.progress, self._rates, self._use
+        self.data.progress, self.data.rates, self.data.use = self.progress, self._groups.values, self._use
         self.data.clip = lambda: self.replica.clip_norm
         self.data.step_done = lambda: self.replica.step_done()
         self.state.everybody("dealing", lambda: self.data.deal.state(), lambda state: self.data.deal.load(state))
-        groups = _Groups(optimizers)
+        groups = _SavedGroups(optimizers)
         for name, thing in {"optimizer groups": groups, **saved}.items():
             self.state.everybody(name, *_as_tensors(thing), undo=False)
 
@@ -65,27 +67,24 @@ class LoopContext(RoleContext):
         return LoopProgress(self.config, self.comm, self.outlet, self.data, schedule, self._first, late)
 
     @cached_property
-    def replica(self) -> LoopReplica:  # type: ignore[override]
+    def replica(self) -> LoopReplica:
         replica = super().replica
         assert isinstance(replica, LoopReplica)
         replica.attach(self._turns, self.data, self._optimizers, self._losses)
         return replica
 
     # -- learning rates -------------------------------------------------------------------------------------------
-    def _rates(self) -> list[float]:
-        return [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    def _use(self, rates: Sequence[float], clip: float | None) -> None:
-        self._decided = list(rates)
+    def _use(self, options: Sequence[float], clip: float | None) -> None:
+        self._decided = list(options)
         self.replica.use_clip(clip)
 
-    def _share_of_rate(self) -> float:
-        rates, self._decided = self._rates() if self._decided is None else self._decided, None
+    def _rate(self) -> float:
+        """What the script's optimizers have now, or what the members have agreed on for this step. A strategy's own
+        optimizer, in the place of the script's, follows the script's rate from the one that it begins with."""
+        options, self._decided = self._groups.values() if self._decided is None else self._decided, None
         wish = self._turns.wish
-        first = 0
-        if isinstance(wish, TakeStep):
-            first = sum(len(optimizer.param_groups) for optimizer in self._optimizers[: wish.optimizer])
-        return rates[first] / self._first_rates[first]
+        rate = self._groups.rate(wish.optimizer if isinstance(wish, TakeStep) else 0, options)
+        return self.config.lr * float(rate) / self.task.optimizer_spec.lr if self._replaced else rate
 
     # -- the program ----------------------------------------------------------------------------------------------
     def play(self, program: Callable[[Any], None]) -> None:
@@ -111,7 +110,7 @@ class LoopContext(RoleContext):
         return evaluation
 
 
-class _Groups:
+class _SavedGroups:
     """The options of the script's optimizers, which schedulers change: their state is with the parameters."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -127,8 +127,8 @@ class LoopData(TrainingData):
             for rank, (batches, number) in sorted(said.items())
         ]
         return RunFailed(
-            f"the scripts of workers differ at step {self.progress.step + 1}: {'; '.join(did)}; have them take the same "
-            "steps (with drop_last=True in the loader all have equally many batches)"
+            f"the scripts of workers differ at step {self.progress.step + 1}: {'; '.join(did)}; have them take the "
+            "same steps (with drop_last=True in the loader all have equally many batches)"
         )
 
     def share(self, batches: int = 1, *, part: int | None = None, parts: int | None = None) -> Share:

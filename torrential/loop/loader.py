@@ -27,8 +27,8 @@ def check_loader(loader: DataLoader[Any]) -> None:
     """Refuse a loader whose samples cannot be dealt out."""
     if isinstance(loader.dataset, IterableDataset):
         raise BadInput(
-            f"the loader reads a stream ({type(loader.dataset).__name__}), which cannot be dealt out to workers; give a "
-            "data set with __len__ and __getitem__"
+            f"the loader reads a stream ({type(loader.dataset).__name__}), which cannot be dealt out to workers; "
+            "give a data set with __len__ and __getitem__"
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise BadInput("the loader has a batch_sampler of its own, and the run deals batches out; give batch_size=...")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -11,36 +10,91 @@ import torch
 from torch import nn
 
 from torrential.errors import BadInput, RunFailed
-from torrential.optimizers import OptimizerSpec
+from torrential.optim.built import spec_of
+from torrential.optim.rates import Option, Rate
+from torrential.optimizers import OptimizerSpec, ParameterGroup
 
-UNSET = ("foreach", "fused")  # None: torch chooses
 
-
-def spec_of_all(optimizers: Sequence[torch.optim.Optimizer], names: dict[int, str]) -> OptimizerSpec:
-    """One optimizer for the parameters of all; `names`: of parameters, by id."""
+def spec_of_all(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> OptimizerSpec:
+    """One optimizer for the parameters of all, whose groups have the options of theirs."""
     kinds = {type(optimizer) for optimizer in optimizers}
     if len(kinds) > 1:
         listed = " and ".join(sorted(kind.__name__ for kind in kinds))
         raise BadInput(f"the script's optimizers are of several classes ({listed}), and a run has one; use one class")
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for group in groups:
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise BadInput("an optimizer has a parameter of no prepared model; give the model to run.prepare, too")
-    (kind,) = kinds
-    known = inspect.signature(kind).parameters
-    options = [
-        {k: v for k, v in g.items() if k in known and k not in ("params", "lr") and not (k in UNSET and v is None)}
-        for g in groups
-    ]
-    if any(each != options[0] for each in options) or len({float(g["lr"]) for g in groups}) > 1:
-        raise BadInput("the script's optimizers have groups with different options; give them the same")
-    return OptimizerSpec(kind, float(groups[0]["lr"]), options[0])
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)]
+    if len(set(held)) < len(held):
+        raise BadInput("a parameter belongs to two optimizers; give it to one")
+    specs = [spec_of(optimizer, names) for optimizer in optimizers]
+    left = frozenset(n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held)
+    first = specs[0]
+    if len(specs) == 1 and not left:
+        return first
+    groups: list[ParameterGroup] = []
+    for optimizer, spec in zip(optimizers, specs, strict=True):
+        all_names = frozenset(names[id(parameter)] for parameter in parameters_of(optimizer))
+        for group in spec.groups or (ParameterGroup(all_names),):
+            options = {"lr": spec.lr, **{k: optimizer.defaults[k] for k in {*first.options, *spec.options}}}
+            groups.append(ParameterGroup(group.names, options | dict(group.options), len(groups)))
+    if left:  # trained, but by none of them: no step is of these
+        groups.append(ParameterGroup(left, {}, len(groups)))
+    return OptimizerSpec(first.kind, first.lr, first.options, tuple(groups))
 
 
-def check_optimizer_object(optimizer: torch.optim.Optimizer) -> None:
-    if getattr(optimizer, "_torrential", False):
-        raise BadInput("the optimizer was prepared already; call run.prepare once for each")
+class GroupOptions:
+    """The options of the script's optimizers that schedulers may move: learning rates, momentum, betas, ..."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], groups: int) -> None:
+        """`groups`: of the run's optimizer, which may have one more than these."""
+        self._optimizers, self._more = optimizers, groups - sum(len(o.param_groups) for o in optimizers)
+        self._names = [
+            [name for name, value in group.items() if name in optimizer.defaults and _is_numeric(value)]
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ]
+        self._begun = self.values()
+        self._moved = {"lr"}
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        return (group for optimizer in self._optimizers for group in optimizer.param_groups)
+
+    def values(self) -> list[float]:
+        """All of them as they are now, one after the other."""
+        return [
+            number
+            for names, group in zip(self._names, self._groups(), strict=True)
+            for name in names
+            for number in _numbers(group[name])
+        ]
+
+    def rate(self, optimizer: int, values: Sequence[float]) -> Rate:
+        """What a step of one of the optimizers is taken with, given the `values` of all."""
+        found: list[dict[str, Option]] = []
+        places = iter(range(len(values)))
+        for names, group in zip(self._names, self._groups(), strict=True):
+            options: dict[str, Option] = {}
+            for name in names:
+                mine = [next(places) for _ in _numbers(group[name])]
+                if any(values[place] != self._begun[place] for place in mine):
+                    self._moved.add(name)
+                given = tuple(values[place] for place in mine)
+                options[name] = given if isinstance(group[name], list | tuple) else given[0]
+            found.append(options)
+        moved = [{name: value for name, value in options.items() if name in self._moved} for options in found]
+        first = sum(len(each.param_groups) for each in self._optimizers[:optimizer])
+        return Rate(float(found[first]["lr"]), (*moved, *moved[:1] * self._more))  # type: ignore[arg-type]
+
+
+def _is_numeric(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(_is_numeric, value))
+    return not isinstance(value, bool) and (
+        isinstance(value, int | float) or (torch.is_tensor(value) and value.dim() == 0)
+    )
+
+
+def _numbers(value: Any) -> list[float]:
+    return [float(each) for each in value] if isinstance(value, list | tuple) else [float(value)]
 
 
 def replace_step(optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> None:
@@ -59,7 +113,6 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> 
     if patched:  # a scheduler made before has to see that this is its optimizer still
         take_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = MethodType(take_step, optimizer)  # type: ignore[method-assign]
-    optimizer._torrential = True  # type: ignore[attr-defined]
 
 
 class BackwardLosses:

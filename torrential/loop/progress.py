@@ -15,13 +15,13 @@ class LoopProgress(TrainingProgress):
 
     turns: Turns
     ended = False  # whether the script has come to its end
-    share_of_rate: Callable[[], float]  # the script's learning rate now, by the one that it began with
+    current_rate: Callable[[], float]  # the script's, as it is now
 
     _kept = 0  # the last step with a snapshot
     _due: tuple[Saving, int] | None = None
 
     def rate(self, joined: int, batch: Batch | None = None) -> float:
-        self._last_rate = self._config.lr * self.share_of_rate()
+        self._last_rate = self.current_rate()
         return self._last_rate
 
     def loss_scale(self, joined: int) -> float:

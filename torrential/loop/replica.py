@@ -156,7 +156,9 @@ class LoopReplica(ModelReplica):
             self._applied = self._factor()
         self._loss = self._losses.total()
         if not any(self._parameters[index].grad is not None for index in self._mine):
-            raise RunFailed("optimizer.step() was called, and backward has left no gradient; call loss.backward() first")
+            raise RunFailed(
+                "optimizer.step() was called, and backward has left no gradient; call loss.backward() first"
+            )
 
     def _choose(self, wish: TakeStep) -> None:
         """The step is of the parameters of one optimizer."""

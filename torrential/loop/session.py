@@ -27,7 +27,7 @@ from torrential.errors import BadInput
 from torrential.loop.blueprint import Blueprint, describe_model, join_models, load_first_values
 from torrential.loop.context import LoopContext
 from torrential.loop.loader import DealtLoader, check_loader, shuffles
-from torrential.loop.optimizer import BackwardLosses, check_optimizer_object, parameters_of, replace_step, spec_of_all
+from torrential.loop.optimizer import BackwardLosses, replace_step, spec_of_all
 from torrential.loop.turns import Ended, NextBatch, Place, TakeStep, Turns
 from torrential.trainer.randomness import seed_all
 
@@ -73,7 +73,6 @@ class Run:
                 raise BadInput(f"the model {type(thing).__name__} was prepared already; call run.prepare once for each")
             self.models.append(thing)
         elif isinstance(thing, torch.optim.Optimizer):
-            check_optimizer_object(thing)
             if any(thing is optimizer for optimizer in self.optimizers):
                 raise BadInput("the optimizer was prepared already; call run.prepare once for each")
             self.optimizers.append(thing)
@@ -177,17 +176,13 @@ def blueprint_of(run: Run, epochs: int | None) -> Blueprint:
             "the loop"
         )
     model = join_models(run.models)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise BadInput("the model has no trainable parameters; unfreeze some")
-    optimized = [id(p) for optimizer in run.optimizers for p in parameters_of(optimizer)]
-    if len(set(optimized)) < len(optimized):
-        raise BadInput("a parameter belongs to two optimizers; give it to one")
     loader = run.loader
     return Blueprint(
         tensors=describe_model(model),
-        optimizer=spec_of_all(run.optimizers, names),
+        optimizer=spec_of_all(run.optimizers, model),
         dataset=len(loader.dataset),  # type: ignore[arg-type]
         batch_size=loader.batch_size or 1,
         shuffle=shuffles(loader),

@@ -126,7 +126,9 @@ class RoleContext:
         if not self._dry:
             spec = replica.server_spec()
             states = [*state_names(replica.layout, spec), *self.servers.vectors]
-            self.progress.saving = Saving(self.comm, client, self.outlet, replica, states)
+            self.progress.saving = Saving(
+                self.comm, client, self.outlet, replica, states, lambda: self.state.tensors("everybody")
+            )
         return client
 
     # -- with the other members ---------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from torrential.comm.messenger import Messenger
 from torrential.comm.post import Post
 from torrential.comm.protocol import address_of
 from torrential.errors import RunFailed
-from torrential.server.messages import Message
 from torrential.loop.session import LaunchedRun
+from torrential.server.messages import Message
 from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
 from torrential.worlds.base import RETURNED, Job, going_on_from
@@ -85,7 +85,12 @@ def _open(spawn: Spawn) -> Job:
 
 
 def _build(
-    job: Job, spawn: Spawn, link: SupervisorLink, messenger: Messenger | None, post: Post, run: LaunchedRun | None = None
+    job: Job,
+    spawn: Spawn,
+    link: SupervisorLink,
+    messenger: Messenger | None,
+    post: Post,
+    run: LaunchedRun | None = None,
 ) -> RoleContext:
     """The context of a role's program, which takes part from here on. `run`: that of the worker's script."""
     role = _role(job, spawn.role)
