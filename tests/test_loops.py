@@ -84,7 +84,8 @@ def launched(name, tmp_path, strategy, *, workers=2, batch=BATCH // 2, **options
 
 SAME = [name for name in NAMES if name not in RANDOM]
 PAIRS = [("allreduce", name) for name in SAME]
-PAIRS += [(kind, name) for kind in SYNCHRONOUS for name in ("accumulation", "language") if kind != "allreduce"]
+PAIRS += [("allreduce over sockets", name) for name in ("accumulation", "language")]
+PAIRS += [(kind, name) for kind in ("bsp", "ssp without staleness") for name in ("accumulation", "finetuning")]
 
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS)

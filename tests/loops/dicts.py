@@ -3,11 +3,12 @@
 import argparse
 
 import torch
-import torrential as tt  # tt
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
+
+import torrential as tt  # tt
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch", type=int, default=8)

@@ -3,10 +3,11 @@
 import argparse
 
 import torch
-import torrential as tt  # tt
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
+
+import torrential as tt  # tt
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch", type=int, default=8)
@@ -44,7 +45,7 @@ model = Transformer()
 decayed = [p for p in model.parameters() if p.dim() > 1]
 others = [p for p in model.parameters() if p.dim() < 2]
 groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-optimizer = torch.optim.AdamW(groups, lr=3e-3)
+optimizer = torch.optim.AdamW(groups, lr=3e-3, eps=1e-4)
 loader = DataLoader(Characters(), batch_size=args.batch, shuffle=args.shuffle)
 run = tt.join()  # tt
 model, optimizer, loader = run.prepare(model, optimizer, loader)  # tt

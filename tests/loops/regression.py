@@ -3,9 +3,10 @@
 import argparse
 
 import torch
-import torrential as tt  # tt
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+import torrential as tt  # tt
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch", type=int, default=8)

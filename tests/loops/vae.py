@@ -3,10 +3,11 @@
 import argparse
 
 import torch
-import torrential as tt  # tt
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+
+import torrential as tt  # tt
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch", type=int, default=16)

@@ -117,6 +117,9 @@ class LoopData(TrainingData):
         said = {r: row for r, row in zip(self._comm.members, numbers.tolist(), strict=True) if row[0] != NO_SAY}
         if len({row[0] for row in said.values()}) > 1:
             raise self._come_apart({rank: divmod(int(row[0]), OPTIMIZERS) for rank, row in said.items()})
+        if not said:  # all that there was to train on was dealt to one that has died: it is owed now
+            self.deal.agree(1, self._comm.members)
+            return
         first, clip, *rates = said[min(said)]
         self.deal.agree(int(first) // OPTIMIZERS, self._comm.members)
         self.use(rates, None if math.isinf(clip) else clip)

@@ -11,11 +11,22 @@ end of one is hung: it is named and ended. One that waits for the observer, or w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torrential.errors import RunFailed
 from torrential.membership import messages as m
 from torrential.membership.roll import Member, Roll, Rules
 
 GRACE_SECONDS = 2.0
+
+
+def gone_ahead(left: Sequence[Member], busy: Sequence[Member]) -> str:
+    """What to say when some workers are finished, and others wait for them in a step."""
+    finished, others = (" and ".join(worker.name for worker in workers) for workers in (left, busy))
+    return (
+        f"{finished} finished, and {others} waited for another step; have all workers take the same number of steps "
+        "(a script with drop_last=True in its loader gives all equally many batches)"
+    )
 
 
 class CollectiveHangs:
@@ -50,6 +61,9 @@ class CollectiveHangs:
         for worker in busy:
             if worker.number not in self._waiting | self._answered and not worker.delayed:
                 self._roll.end(worker, "the others waited for it")
+        left = [worker for worker in self._roll.workers.values() if worker.left]
+        if busy and left and all(worker.number in self._waiting for worker in busy):
+            raise RunFailed(gone_ahead(left, busy))
         if busy and all(worker.number in self._waiting for worker in busy):
             algorithm, remedy = self._rules.algorithm, self._rules.remedy
             raise RunFailed(f"all workers wait for one another in {algorithm}; {remedy}")

@@ -19,7 +19,7 @@ from torrential.comm.protocol import SERVERS
 from torrential.errors import RunFailed, WorkerFailed
 from torrential.membership import messages as m
 from torrential.membership.actions import Action
-from torrential.membership.collective_hangs import CollectiveHangs
+from torrential.membership.collective_hangs import CollectiveHangs, gone_ahead
 from torrential.membership.generations import Generations
 from torrential.membership.leaving import Leaving
 from torrential.membership.letter_hangs import LetterHangs
@@ -364,6 +364,8 @@ class Membership:
         if not self._regroups or message.rank >= SERVERS:
             return self._letters.suspect(member, message)
         accused = self._roll.workers.get(message.rank)
+        if accused is not None and accused.left:
+            raise RunFailed(gone_ahead([accused], [member]))
         if accused is not None and accused is not member and not accused.delayed:
             self._roll.end(accused, f"{member.name} waited {message.seconds:.0f} s for it")
 
