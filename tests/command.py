@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torrential import cli, run
+from torrential import cli, launching, run
 from torrential.worlds.local import nursery, warm
 from torrential.worlds.local.warm import Launched
 
@@ -82,7 +82,7 @@ def _become(args: list[str], out: str, err: str, env: dict[str, str], directory:
     sys.path[:] = [*given, *(path for path in sys.path if path != str(Path(__file__).parent))]
     if script is not None:
         sys.argv = [str(script), *args]
-        run.Launch = ForkedWarm().launch  # type: ignore[assignment, misc]
+        run.Launch = launching.Launch = ForkedWarm().launch  # type: ignore[assignment, misc]
         runpy.run_path(str(script), run_name="__main__")
         return
     sys.argv = ["torrential", *args]

@@ -14,7 +14,7 @@ import command
 import psutil
 import pytest
 
-from torrential import run
+from torrential import launching, run
 from torrential.worlds.local.warm import Warm
 
 GRACE_SECONDS = 3.0
@@ -146,7 +146,8 @@ def warm(mark: None, own_cache: None) -> Iterator[None]:
     source = Warm()
     command.prepare()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "Launch", source.launch)
+        for module in (run, launching):
+            patch.setattr(module, "Launch", source.launch)
         yield
     source.close()
 

@@ -30,8 +30,8 @@ LAYERS = [
     {"comm"},
     {"params", "server", "membership"},
     {"strategies"},
-    {"checkpoint", "trainer"},
-    {"worlds", "tryout", "resolve", "opening", "run", "progress", "terminal", "completion"},
+    {"checkpoint", "trainer", "loop"},
+    {"worlds", "tryout", "resolve", "opening", "run", "launching", "progress", "terminal", "completion"},
     {"study", "bench", "testing"},
     {"reporting", "cli", "__main__"},
 ]

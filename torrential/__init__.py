@@ -13,6 +13,8 @@ TYPE_CHECKING = False  # type checkers know better; nothing more is imported bef
 if TYPE_CHECKING:
     from torrential.data.deal import Batch
     from torrential.errors import TorrentialError
+    from torrential.launching import launch
+    from torrential.loop.session import join
     from torrential.optimizers import optimizer
     from torrential.records import read_records
     from torrential.reporting.page import report
@@ -62,6 +64,8 @@ __all__ = [
     "__version__",
     "accuracy",
     "compare",
+    "join",
+    "launch",
     "load_task",
     "optimizer",
     "read_records",
@@ -95,6 +99,8 @@ _HOME = {
     "Vote": "torrential.strategies.context",
     "accuracy": "torrential.task",
     "compare": "torrential.study.compare",
+    "join": "torrential.loop.session",
+    "launch": "torrential.launching",
     "load_task": "torrential.tasks",
     "optimizer": "torrential.optimizers",
     "read_records": "torrential.records",

@@ -24,6 +24,7 @@ from torrential.worlds.local.launch import Launch
 if TYPE_CHECKING:
     from torrential.options import Option
     from torrential.strategies.base import Strategy
+    from torrential.worlds.base import Job
 
 app = typer.Typer(
     name="torrential",
@@ -106,10 +107,8 @@ def train(
 ) -> None:
     """Train TASK on this machine's processes, or on a simulated cluster."""
     with _launching(local=world != "sim" and cluster is None) as launch:
-        from torrential import records, run
         from torrential.data import find
         from torrential.opening import open_run, resume_run
-        from torrential.progress import final_table
         from torrential.resolve import RunRequest
         from torrential.tasks import load_task
 
@@ -151,17 +150,91 @@ def train(
                 cluster=cluster,
             )
             job = open_run(asked, out)
-        _err.print(f"run directory: {job.directory}", highlight=False, soft_wrap=True)
-        try:
-            began = time.monotonic()
-            result = run.execute(job, launch, lambda j: run.show_progress(j, _err))
-        except INTERRUPTS:
-            onward = f"torrential train --resume {job.directory}"
-            _err.print(f"stopped; go on with: {onward}", highlight=False, soft_wrap=True)
-            raise
-        _err.print(final_table(result.summary, time.monotonic() - began))
-        if json:
-            print(printable_json(records.encode(result.summary).decode()))
+        _carry_out(job, launch, json, "train")
+
+
+def _carry_out(job: Job, launch: Launch | None, json: bool, command: str) -> None:
+    """Run it to its end, and show what came of it. `command`: the one by which it goes on if it is stopped."""
+    from torrential import records, run
+    from torrential.progress import final_table
+
+    _err.print(f"run directory: {job.directory}", highlight=False, soft_wrap=True)
+    try:
+        began = time.monotonic()
+        result = run.execute(job, launch, lambda j: run.show_progress(j, _err))
+    except INTERRUPTS:
+        onward = f"torrential {command} --resume {job.directory}"
+        _err.print(f"stopped; go on with: {onward}", highlight=False, soft_wrap=True)
+        raise
+    _err.print(final_table(result.summary, time.monotonic() - began))
+    if json:
+        print(printable_json(records.encode(result.summary).decode()))
+
+
+@app.command(
+    epilog="""Examples:\n
+    torrential launch train.py --workers 4\n
+    torrential launch train.py --workers 4 --strategy ssp --set staleness=2 --target 0.97 -- --lr 0.1\n
+    torrential launch --resume runs/train-allreduce-20260101-120000"""
+)
+def launch(
+    script: Annotated[
+        Path | None, typer.Argument(help="A Python file that calls tt.join().", show_default=False)
+    ] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(help="How workers cooperate; allreduce by default.", autocompletion=completion.strategies),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes; 1 by default.")] = None,
+    servers: Annotated[int | None, typer.Option(help="Parameter servers; 1 for strategies that need them.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="In the place of what the script gives to run.epochs(...).")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Stop after this many steps.")] = None,
+    target: Annotated[float | None, typer.Option(help="Stop when a report of the script reaches this value.")] = None,
+    minimize: Annotated[bool, typer.Option("--minimize", help="A smaller reported value is better.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of the order of samples and of random draws.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="name=value: an option of the strategy or the world.", autocompletion=completion.settings
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the run; a fresh one under runs/ by default.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this directory.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
+) -> None:
+    """Run a script with a training loop of its own in every worker."""
+    with _launching() as nursery:
+        from torrential import launching
+
+        assert nursery is not None
+        if resume is not None:
+            given: dict[str, object] = {"epochs": epochs, "steps": steps, "target": target, "workers": workers}
+            given |= {"servers": servers, "seed": seed, "out": out, "strategy": strategy}
+            changed = [f"--{name}" for name, value in given.items() if value is not None] + ["--set"] * bool(set_)
+            if changed:
+                raise BadInput(f"a resumed run keeps its options; leave out {', '.join(changed)}")
+            job = launching.resume_launch(resume, nursery)
+        elif script is None:
+            raise BadInput("which script? give a Python file that calls tt.join()")
+        else:
+            job = launching.open_launch(
+                launching.script_of(script, tuple(args or ())),
+                nursery,
+                out,
+                strategy=strategy or "allreduce",
+                options=_options(set_ or []),
+                maximize=not minimize,
+                workers=1 if workers is None else workers,
+                servers=servers,
+                epochs=epochs,
+                steps=steps,
+                target=target,
+                seed=seed or 0,
+            )
+        _carry_out(job, nursery, json, "launch")
 
 
 @bench.command(

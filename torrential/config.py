@@ -15,6 +15,10 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
+NO_LIMIT = 1 << 30
+"""The epochs of a run whose script alone knows when to end."""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Options of every run."""
 
@@ -138,6 +142,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     cluster: dict[str, Any] | None = None  # what is simulated, as in a cluster file
     schedule: dict[str, Any] | None = None  # the task's own: rates or factors in the course of the run
     base_batch: Count = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled
+    script: tuple[str, ...] | None = None  # the file that was launched, and its arguments, where the loop is its own
+    minimize: bool = False  # whether a smaller value of what a script reports is better
 
     def __post_init__(self) -> None:
         if not isinstance(self.settings, WORLDS.get(self.world, ())):

@@ -16,6 +16,7 @@ from torrential import processes, records
 from torrential.config import RunConfig, read_config
 from torrential.errors import BadInput
 from torrential.locks import lock_directory
+from torrential.loop.blueprint import OwnLoop
 from torrential.optim.built import over_model
 from torrential.optim.own_schedule import bound
 from torrential.optim.schedule import examine_schedule
@@ -49,7 +50,9 @@ def open_run(asked: RunRequest, out: Path | None) -> Job:
     )
     directory = out or records.fresh_directory(f"{Path(run.task.name).stem}-{type(run.strategy).name}")
     _begin(directory, manifest)
-    return Job(run.config, run.task, run.strategy, directory, changes=run.changes, warnings=run.warnings)
+    return Job(
+        run.config, run.task, run.strategy, directory, changes=run.changes, warnings=run.warnings, loop=asked.loop
+    )
 
 
 def _begin(directory: Path, manifest: records.Manifest) -> None:
@@ -76,20 +79,32 @@ def unlock(directory: Path) -> None:
 
 
 # -- one to go on with ------------------------------------------------------------------------------------------------
-def resume_run(directory: Path, task: Task | None = None, strategy: Given | None = None) -> Job:
-    """A run that goes on from its last good checkpoint. A task or a strategy that is not given is loaded again."""
+def resume_run(
+    directory: Path, task: Task | None = None, strategy: Given | None = None, loop: OwnLoop | None = None
+) -> Job:
+    """A run that goes on from its last good checkpoint. A task or a strategy that is not given is loaded again. `loop`:
+    the script that the task stands for."""
     manifest = records.read_manifest(directory)
     _lock(directory)
     try:
-        return _resumed(directory, manifest, task, strategy)
+        return _resumed(directory, manifest, task, strategy, loop)
     except BaseException:
         unlock(directory)
         raise
 
 
-def _resumed(directory: Path, manifest: records.Manifest, task: Task | None, given: Given | None) -> Job:
+def config_of(directory: Path) -> RunConfig:
+    """The configuration of the run in a directory."""
+    return _read_config(directory, records.read_manifest(directory))
+
+
+def _resumed(
+    directory: Path, manifest: records.Manifest, task: Task | None, given: Given | None, loop: OwnLoop | None
+) -> Job:
     config = _read_config(directory, manifest)
     choose_device(config.device)  # which may not be here
+    if config.script is not None and loop is None:
+        raise BadInput(f"the run in {directory} is of a script; go on with: torrential launch --resume {directory}")
     if task is None:
         task = _load_task(directory, config)
     strategy = _same_strategy(directory, config, given)
@@ -97,7 +112,7 @@ def _resumed(directory: Path, manifest: records.Manifest, task: Task | None, giv
     spec = over_model(task.optimizer, model)
     sized = task.samples is not None or hasattr(task.train, "__len__")
     task = replace(
-        with_validation(task, config.seed),
+        with_validation(task, config.seed) if loop is None else task,
         samples=task.samples if sized else config.samples,
         batch_size=config.batch_size,
         epochs=config.epochs,
@@ -129,6 +144,7 @@ def _resumed(directory: Path, manifest: records.Manifest, task: Task | None, giv
         checkpoint,
         elapsed=max((r.time for r in kept if not isinstance(r, Summary)), default=0.0),
         evaluated={(e.split, e.step): e.time for e in evaluations},
+        loop=loop,
     )
 
 

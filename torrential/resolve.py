@@ -20,6 +20,7 @@ from torrential.data.batches import is_vectorised
 from torrential.data.resize import Resize
 from torrential.descriptors import check_descriptors
 from torrential.errors import BadInput, UnknownName
+from torrential.loop.blueprint import OwnLoop
 from torrential.optim.built import over_model
 from torrential.optim.own_schedule import bound
 from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe, without_effect
@@ -28,8 +29,9 @@ from torrential.optimizers import OptimizerSpec
 from torrential.options import make
 from torrential.schedulers import Scheduler
 from torrential.strategies.base import Strategy, needs_servers
+from torrential.strategies.ddp import Ddp
 from torrential.strategies.registry import Given, Resolved, plain_options, resolve_strategy
-from torrential.task import Task, training_samples, with_validation
+from torrential.task import Task, build_model, training_samples, with_validation
 from torrential.trainer.optimizer import check_optimizer
 from torrential.trainer.slow import Slow
 from torrential.tryout import Sample, try_once, try_resized
@@ -49,6 +51,7 @@ class RunRequest:
     """The run that the user asked for, not yet checked."""
 
     task: Task
+    loop: OwnLoop | None = None  # the script that the task stands for
     source: str | None = None  # how to load it again: a built-in name or file.py[:name]
     strategy: Given = "allreduce"
     options: dict[str, Any]
@@ -85,9 +88,14 @@ def resolve(asked: RunRequest) -> ResolvedRun:
     joined = _samples_per_update(asked, strategy, task)
     task = _with_size(asked, task, joined)
     _check_task(asked, task)
-    model, sample = try_once(task)
+    if asked.loop is None:
+        model, sample = try_once(task)
+        device = choose_device(asked.device)
+    else:
+        check_loop(asked, strategy)
+        model, sample = build_model(task), None
+        device = asked.loop.blueprint.device
     task = _with_optimizer(task, asked, strategy, model)
-    device = choose_device(asked.device)
     servers = _servers(asked, strategy, settings, model)
     if isinstance(settings, LocalSettings):
         settings = _check_local(asked, settings, servers, device)
@@ -118,6 +126,8 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         cluster=cluster,
         base_batch=recipe.base_batch or asked.task.batch_size,
         samples_per_step=joined,
+        script=None if asked.loop is None else (asked.loop.script.path, *asked.loop.script.args),
+        minimize=asked.loop is not None and not task.maximize,
     )
     schedule, described = examine_schedule(config, joined, task.schedule)
     config, task = msgspec.structs.replace(config, schedule=described), replace(task, schedule=schedule)
@@ -127,7 +137,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
 
 def _task(asked: RunRequest) -> Task:
     """The task with what was asked for in the place of its own figures."""
-    task = with_validation(asked.task, asked.seed)
+    task = asked.task if asked.loop is not None else with_validation(asked.task, asked.seed)
     return replace(
         task,
         batch_size=task.batch_size if asked.batch_size is None else asked.batch_size,
@@ -190,6 +200,22 @@ def choose_device(asked: str) -> str:
     if asked == "cuda" and not available:
         raise BadInput("--device cuda: this machine has no usable GPU; use --device cpu")
     return "cuda" if available and asked != "cpu" else "cpu"
+
+
+def check_loop(asked: RunRequest, strategy: Strategy) -> None:
+    """Refuse what a script's own loop cannot be run with."""
+    name, kind = type(strategy).name, type(strategy)
+    if asked.world != "local":
+        raise BadInput("a script cannot be run in simulated time; leave out --world sim, or make a task of it")
+    if asked.lr is not None or asked.batch_size is not None:
+        raise BadInput("learning rate and batch size are the script's own; change them there, or pass them after --")
+    given = [option for option in asked.options if option in Recipe.__struct_fields__]
+    if given:
+        raise BadInput(f"{given[0]} is for tasks, whose loop the run has; do it in the script, and leave it out")
+    if issubclass(kind, Ddp):
+        raise BadInput(f"{name} wraps the model, which a script's own loop has in its hands; use --strategy allreduce")
+    if kind.part is not Strategy.part:
+        raise BadInput(f"{name} cuts the model, which a script's own loop has in its hands; use another strategy")
 
 
 # -- options ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 
 from torrential import checkpoint as checkpoints
 from torrential import records
-from torrential.config import SimSettings, label_of
+from torrential.config import NO_LIMIT, SimSettings, label_of
 from torrential.data.deal import Deal
 from torrential.errors import RunFailed
 from torrential.opening import open_run, resume_run, unlock
@@ -91,7 +91,7 @@ def train(
         loaded = load_task(task) if isinstance(task, str) else task
         if resume is not None:
             job = resume_run(Path(resume), loaded, strategy)
-            return execute(job, launch, lambda j: _listener(j, progress))
+            return execute(job, launch, lambda j: listener_of(j, progress))
         asked = RunRequest(
             task=loaded,
             source=task if isinstance(task, str) else None,
@@ -119,7 +119,7 @@ def train(
 
 def _train(job: Job, launch: Launch | None, progress: bool | None) -> TrainResult:
     try:
-        return execute(job, launch, lambda j: _listener(j, progress))
+        return execute(job, launch, lambda j: listener_of(j, progress))
     except KeyboardInterrupt:
         again = "task" if is_loadable(job.config.strategy) else f"task, {type(job.strategy).__name__}(...)"
         standard_error().print(
@@ -131,7 +131,7 @@ def _train(job: Job, launch: Launch | None, progress: bool | None) -> TrainResul
         raise
 
 
-def _listener(job: Job, show: bool | None) -> Any:
+def listener_of(job: Job, show: bool | None) -> Any:
     if show is False:
         return Silent()
     return show_progress(job, standard_error())
@@ -198,7 +198,8 @@ def summarise(job: Job, history: list[Record]) -> Summary:
     config = job.config
     steps = [r for r in history if isinstance(r, Step)]
     evaluations = [r for r in history if isinstance(r, Evaluation)]
-    test = next((e for e in reversed(evaluations) if e.split == "test"), None)
+    last = "test" if job.loop is None else "validation"  # a script has reported what there is to say
+    test = next((e for e in reversed(evaluations) if e.split == last), None)
     reached = [e for e in evaluations if e.split == "validation" and job.task.reaches(config.target, e.value)]
     return Summary(
         task=config.task,
@@ -207,9 +208,9 @@ def summarise(job: Job, history: list[Record]) -> Summary:
         workers=config.workers,
         servers=config.servers,
         seed=config.seed,
-        steps=test.step if test else max((s.step for s in steps), default=0),
-        samples=test.samples if test else max((s.samples for s in steps), default=0),
-        seconds=test.time if test else max((s.time for s in steps), default=0.0),
+        steps=test.step if test and job.loop is None else max((s.step for s in steps), default=0),
+        samples=test.samples if test and job.loop is None else max((s.samples for s in steps), default=0),
+        seconds=test.time if test and job.loop is None else max((s.time for s in steps), default=0.0),
         metric=job.task.metric_name,
         value=test.value if test else None,
         target=config.target,
@@ -241,6 +242,8 @@ def _staleness(steps: list[Step]) -> dict[str, Any]:
 
 def planned_steps(job: Job) -> int | None:
     config, deal = job.config, Deal(job.config.samples, job.config.seed)
+    if config.epochs >= NO_LIMIT:
+        return config.steps
     joined = config.samples_per_step
     schedule = schedule_of(config, joined)
     steps = 0

@@ -10,6 +10,7 @@ the child, which therefore gets the parent's sys.path. Views of one storage are 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import io
@@ -17,6 +18,7 @@ import mmap
 import os
 import pickle
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,25 +51,51 @@ class Parcel:
         self.close()
 
 
+def empty_parcel() -> Parcel:
+    return Parcel((os.memfd_create("torrential-pickle"), os.memfd_create("torrential-tensors")))
+
+
 def pack(obj: object) -> Parcel:
-    body, buffers = _dump(obj)
-    parcel = Parcel((os.memfd_create("torrential-pickle"), os.memfd_create("torrential-tensors")))
-    pickle_fd, tensor_fd = parcel.fds
+    parcel = empty_parcel()
     try:
-        spans: list[tuple[int, int]] = []
-        end = 0
-        for buffer in buffers:
-            raw = buffer.raw()
-            start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            _write(tensor_fd, raw, start)
-            spans.append((start, raw.nbytes))
-            end = start + raw.nbytes
-        path = [os.path.abspath(entry) for entry in sys.path]  # "" is the directory we are in
-        _write(pickle_fd, memoryview(pickle.dumps((path, spans, body))), 0)
+        fill(parcel.fds, obj)
     except BaseException:
         parcel.close()
         raise
     return parcel
+
+
+def fill(fds: tuple[int, int], obj: object) -> None:
+    """Pack an object into the two files of an empty parcel."""
+    body, buffers = _dump(obj)
+    pickle_fd, tensor_fd = fds
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for buffer in buffers:
+        raw = buffer.raw()
+        start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        _write(tensor_fd, raw, start)
+        spans.append((start, raw.nbytes))
+        end = start + raw.nbytes
+    path = [os.path.abspath(entry) for entry in sys.path]  # "" is the directory we are in
+    _write(pickle_fd, memoryview(pickle.dumps((path, spans, body))), 0)
+
+
+@contextlib.contextmanager
+def opened(process: int, pickle_fd: int, tensor_fd: int) -> Iterator[tuple[int, int]]:
+    """Descriptors of the parcel that another process of this user holds."""
+    fds = os.open(f"/proc/{process}/fd/{pickle_fd}", os.O_RDWR), os.open(f"/proc/{process}/fd/{tensor_fd}", os.O_RDWR)
+    try:
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def unpack_from(process: int, pickle_fd: int, tensor_fd: int) -> Any:
+    """The object in a parcel that another process of this user holds."""
+    with opened(process, pickle_fd, tensor_fd) as fds:
+        return unpack(*fds)
 
 
 def unpack(pickle_fd: int, tensor_fd: int) -> Any:

@@ -11,7 +11,7 @@ end of one is hung: it is named and ended. One that waits for the observer, or w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torrential.errors import RunFailed
 from torrential.membership import messages as m
@@ -19,6 +19,15 @@ from torrential.membership.roll import Member, Roll, Rules
 
 GRACE_SECONDS = 2.0
 FEW = 4  # waits that one message names
+
+
+def gone_ahead(left: Sequence[Member], busy: Sequence[Member]) -> str:
+    """What to say when some workers are finished, and others wait for them in a step."""
+    finished, others = (" and ".join(worker.name for worker in workers) for workers in (left, busy))
+    return (
+        f"{finished} finished, and {others} waited for another step; have all workers take the same number of steps "
+        "(a script with drop_last=True in its loader gives all equally many batches)"
+    )
 
 
 class CollectiveHangs:
@@ -55,6 +64,9 @@ class CollectiveHangs:
         for worker in busy:
             if worker.number not in self.waiting and worker.number not in self._answered and not worker.delayed:
                 self._roll.end(worker, self._why(worker))
+        left = [worker for worker in self._roll.workers.values() if worker.left]
+        if busy and left and all(worker.number in self.waiting for worker in busy):
+            raise RunFailed(gone_ahead(left, busy))
         if busy and all(worker.number in self.waiting for worker in busy):
             raise RunFailed(
                 f"all workers have waited for one another for {self._rules.timeout:g} s: {in_words(self.waiting)}; "

@@ -38,7 +38,7 @@ class LocalParameters:
         """`parameters` stand in the order of the layout. `own`: their values are this worker's, too."""
         self.layout, self.spec, self.own = layout, spec, own
         self.counts = [0] * len(layout.entries)
-        self._parameters, self._clip_norm = parameters, clip_norm
+        self._parameters, self.clip_norm = parameters, clip_norm
         self._form = None if is_elementwise(spec) else form_of(spec, layout, computing_device(device))
         ordered = in_order(layout)
         self._optimizer = spec.build([parameters[e.index] for e in ordered], device.type, [e.name for e in ordered])
@@ -54,8 +54,8 @@ class LocalParameters:
                 parameter.grad = entry.view(gradient).to(parameter.device)
         for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
             self.counts[entry.index] += parameter.grad is not None
-        if self._clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self._clip_norm)
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self.clip_norm)
         self._rates.set(rate)
         self._optimizer.step()
         self._rates.check()

@@ -21,7 +21,8 @@ class Synchronized:
     def __init__(
         self, parameters: CommonParameters, reached: Callable[[], Sequence[bool]], clip_norm: float | None
     ) -> None:
-        self._parameters, self._reached, self._clip_norm = parameters, reached, clip_norm
+        self._parameters, self._reached, self.clip_norm = parameters, reached, clip_norm
+        self.factor = 1.0  # of the sum: what all members' gradients are still to be multiplied by
 
     def reduce(self, bucket: Bucket) -> Handle:
         """Start summing a bucket whose gradients are complete on this member."""
@@ -30,13 +31,14 @@ class Synchronized:
     def numbers(self) -> list[float]:
         """The numbers of this member's vote, once all sums are here: its part of the squared norm of the summed
         gradient, and which parameters its backward has reached."""
-        norm = 0.0 if self._clip_norm is None else self._parameters.square_norm()
+        norm = 0.0 if self.clip_norm is None else self._parameters.square_norm()
         return [norm, *map(float, self._reached())]
 
     def step(self, rate: float, numbers: Tensor, scale: float = 1.0) -> None:
         """Take the step that was decided by everybody's `numbers`, with the gradient times `scale`; clipping applies to
         the sum."""
         square, *reached = numbers.sum(0).tolist()
-        if self._clip_norm is not None:
-            scale = min(scale, self._clip_norm / (math.sqrt(square) + 1e-6))
+        scale *= self.factor
+        if self.clip_norm is not None:
+            scale = min(scale, self.clip_norm / (math.sqrt(square) + 1e-6))
         self._parameters.apply(Update(rate, scale, tuple(members > 0 for members in reached)))

@@ -12,7 +12,7 @@ from torrential.comm.protocol import COORDINATORS, Comm
 from torrential.config import RunConfig
 from torrential.data.deal import order_of
 from torrential.data.loaders import Loaders
-from torrential.optim.schedule import schedule_of
+from torrential.optim.schedule import Schedule, schedule_of
 from torrential.params.base import CommonParameters
 from torrential.server.client import Client
 from torrential.server.optimizer import state_names
@@ -23,7 +23,7 @@ from torrential.trainer.ahead import LookAhead
 from torrential.trainer.data import TrainingData
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.replica import ModelReplica
-from torrential.trainer.rounds import Rounds
+from torrential.trainer.rounds import BetweenSteps, Rounds
 from torrential.trainer.saving import Saving
 from torrential.trainer.snapshot import Outlet
 from torrential.trainer.snapshots import Snapshots
@@ -62,11 +62,8 @@ class RoleContext:
         self.servers = servers_of(strategy, config.workers, max(1, config.servers))
         self._first = checkpoint if self.servers is not None or alone or not life else None
         self.state = NamedStates(None if self._first is None else self._first.workers, str(comm.address))
-        order = order_of(task, config)
-        self.data = TrainingData(config, comm, schedule, lambda: self.params, order)
-        if loaders is not None:
-            self.data.ahead = LookAhead(loaders, config, order, self.servers)
-        self.progress = TrainingProgress(config, comm, outlet, self.data, schedule, self._first, life > 0)
+        self.data = self._make_data(schedule)
+        self.progress = self._make_progress(schedule, late=life > 0)
         self.snapshots = Snapshots(comm, outlet, self.data, lambda: self.replica, self.state, self.progress, self._dry)
         if alone:
             self._go_on_alone()
@@ -74,9 +71,23 @@ class RoleContext:
         self._redone = any(role.name == "worker" and role.death == "regroup" for role in roles)
         self._rounds: Rounds | None = None
 
+    # -- parts that a script's own loop has others for (loop/context.py) -----------------------------------------
+    replica_kind: type[ModelReplica] = ModelReplica
+    between: BetweenSteps | None = None  # what happens between two steps, where a script has a say in it
+
+    def _make_data(self, schedule: Schedule) -> TrainingData:
+        order = order_of(self.task, self.config)
+        data = TrainingData(self.config, self.comm, schedule, lambda: self.params, order)
+        if self._loaders is not None:
+            data.ahead = LookAhead(self._loaders, self.config, order, self.servers)
+        return data
+
+    def _make_progress(self, schedule: Schedule, late: bool) -> TrainingProgress:
+        return TrainingProgress(self.config, self.comm, self.outlet, self.data, schedule, self._first, late)
+
     @cached_property
     def replica(self) -> ModelReplica:
-        return ModelReplica(
+        return self.replica_kind(
             self.task,
             self.config,
             self.strategy,
@@ -125,7 +136,9 @@ class RoleContext:
         if not self._dry:
             spec = replica.server_spec()
             states = [*state_names(replica.layout, spec), *self.servers.vectors]
-            self.progress.saving = Saving(self.comm, client, self.outlet, replica, states)
+            self.progress.saving = Saving(
+                self.comm, client, self.outlet, replica, states, lambda: self.state.tensors("everybody")
+            )
         return client
 
     # -- with the other members ---------------------------------------------------------------------------------
@@ -140,6 +153,7 @@ class RoleContext:
             self._first,
             self._dry,
             self._redone,
+            self.between,
         )
         self._rounds.run(propose, conclude)
 

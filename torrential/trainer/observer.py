@@ -33,12 +33,14 @@ class Observer:
         self.layout = plan(self.model, strategy.bucket_bytes)
         self._strategy = strategy
         self._assembles = type(strategy).assembled is not Strategy.assembled
-        assert task.validation is not None
+        self.evaluates = task.validation is not None  # not if a script reports by itself
         self.gets_on: Callable[[], None] = lambda: None  # called after every batch that was evaluated
-        self._data = {
-            "validation": Batches(task.validation, device, "validation data", task.collate, seed=config.seed),
-            "test": Batches(task.test, device, "test data", task.collate, seed=config.seed),
-        }
+        self._data = {}
+        if task.validation is not None:
+            self._data = {
+                "validation": Batches(task.validation, device, "validation data", task.collate, seed=config.seed),
+                "test": Batches(task.test, device, "test data", task.collate, seed=config.seed),
+            }
         short = task.step is None and task.collate is None
         self._batch = EVALUATION_BATCH if short else task.batch_size  # what is large enough for long texts
 

@@ -17,6 +17,7 @@ class Recorder:
         self._comm, self._outlet = comm, outlet
         self._last = -math.inf
         self._before = (0.0, 0.0, 0.0)
+        self.newest = 0  # step on record
 
     def hurry(self) -> None:
         """The next step is recorded, however soon it comes."""
@@ -29,7 +30,7 @@ class Recorder:
         meter = self._comm.meter
         reading = (now, meter.communicate, meter.wait)
         elapsed, communicate, wait = (a - b for a, b in zip(reading, self._before, strict=True))
-        self._last, self._before = now, reading
+        self._last, self._before, self.newest = now, reading, about["step"]
         self._outlet.record(
             Step(
                 worker=self._comm.rank,

@@ -39,6 +39,8 @@ from torrential.trainer.watch import BackwardWatch
 class ModelReplica:
     """Implements strategies.context.Replica."""
 
+    hears_backward = True  # by hooks in autograd
+
     def __init__(
         self,
         task: Task,
@@ -64,11 +66,12 @@ class ModelReplica:
         part = strategy.part(whole, comm.rank, config.workers) if is_worker else whole
         full = {id(t): name for name, t in itertools.chain(whole.named_parameters(), whole.named_buffers())}
         self._names = {n: full[id(t)] for n, t in itertools.chain(part.named_parameters(), part.named_buffers())}
-        self.model = part.to(device).train()
+        self.model = self._placed(part)
         self.layout = plan(self.model, strategy.bucket_bytes, self._names)
         self._parameters = [p for p in reversed(list(self.model.parameters())) if p.requires_grad]
         self._spec = strategy.optimizer(adapt_optimizer(config.recipe, task.optimizer_spec.with_lr(config.lr), whole))
-        self._gradients = Gradients(task, self.model, device, config.seed, loaders)
+        self._loaders = loaders
+        self._gradients = self._make_gradients()
         self._resize = None if config.recipe.resize is None else Resize.parse(config.recipe.resize)
         self._brake = Brake(config, comm)
         self._watch: BackwardWatch | None = None
@@ -78,6 +81,18 @@ class ModelReplica:
         if checkpoint is not None:
             self._load_untrained(checkpoint.model)
         self._register_buffers()
+
+    def _placed(self, model: nn.Module) -> nn.Module:
+        return model.to(self._device).train()
+
+    def _make_gradients(self) -> Gradients | None:
+        """Forward and backward of a task; a script does that by itself."""
+        return Gradients(self._task, self.model, self._device, self._config.seed, self._loaders)
+
+    @property
+    def _of_task(self) -> Gradients:
+        assert self._gradients is not None, "a script has a forward of its own"
+        return self._gradients
 
     def _register_buffers(self) -> None:
         """Module buffers (statistics of batch norm, say) are each worker's own."""
@@ -117,7 +132,7 @@ class ModelReplica:
                 self._comm, self.model, self.layout, self._spec, self._device, self._reduce_device
             )
         self.parameters = common = self._timed(common)
-        self._watch = watch = BackwardWatch(self._parameters, self.layout)
+        self._watch = watch = BackwardWatch(self._parameters, self.layout, self.hears_backward)
         sizes = [sum(e.shape.numel() for e in bucket.entries) for bucket in self.layout.buckets]
         self._done_by = [done / sum(sizes) for done in itertools.accumulate(sizes)]  # share of backward, by bucket
         return Synchronized(common, lambda: watch.seen, self._task.clip_norm)
@@ -155,7 +170,7 @@ class ModelReplica:
         return self._gradient
 
     def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
-        self._gradients.model = wrapper(self.model)
+        self._of_task.model = wrapper(self.model)
 
     # -- forward and backward -----------------------------------------------------------------------------------
     def backward(
@@ -173,7 +188,7 @@ class ModelReplica:
             parameter.grad = None
         watch = None if ready is None else self._begin_watch(ready, max(1, len(batches)))
         samples = sum(len(batch) for batch in batches)
-        work = GradientWork(self._gradients, self._portions(batches), watch)
+        work = GradientWork(self._of_task, self._portions(batches), watch)
         numbers = self._comm.compute(samples, (lambda: self._no_work(watch, batches)) if self._dry else work)
         means = Means()
         for portion, batch in zip(numbers, batches, strict=True):
@@ -231,7 +246,7 @@ class ModelReplica:
         return None if len(found) == len(self._parameters) else found
 
     def fetch(self, batch: Batch) -> Any:
-        return self._gradients.fetch((batch.epoch, batch.first), batch.indices)
+        return self._of_task.fetch((batch.epoch, batch.first), batch.indices)
 
     def compute(self, batch: Batch, work: Callable[[], Tensor], share: float = 1.0) -> Tensor:
         def seeded() -> Tensor:

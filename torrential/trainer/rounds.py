@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from safetensors.torch import load as unpack
@@ -32,7 +33,30 @@ from torrential.trainer.snapshot import from_checkpoint
 from torrential.trainer.snapshots import Snapshots
 from torrential.trainer.state import NamedStates
 
-_LOSS, _SAMPLES, _STOP, _FIRST = 0, 1, 2, 3  # places in a ballot; from _FIRST on: the strategy's own numbers
+_LOSS, _SAMPLES, _STOP, _FIRST = 0, 1, 2, 3  # places in a ballot; from _FIRST on: the script's, the strategy's own
+
+
+class ScriptEnded(Exception):
+    """A script's own loop has come to its end in the middle of a step, which is not taken."""
+
+
+class BetweenSteps(Protocol):
+    """What a script's own loop has to say between two steps (loop/data.py)."""
+
+    def met(self, agreement: Agreement) -> None:
+        """This member has met the others."""
+
+    def idle(self) -> None:
+        """The parameters are up to date: the script goes on until it wants another step."""
+
+    def ballot(self) -> list[float]:
+        """What the script has to say of the step: always equally many numbers."""
+
+    def decided(self, numbers: Tensor) -> None:
+        """The numbers (members, n) of all are in; the step is about to be concluded."""
+
+    def finish(self) -> None:
+        """There are no more steps: the script goes on until its end."""
 
 
 class Rounds:
@@ -49,10 +73,12 @@ class Rounds:
         checkpoint: Checkpoint | None,
         dry: bool,
         redone: bool,
+        between: BetweenSteps | None = None,
     ) -> None:
         """`checkpoint`: where the run goes on from, if it does; `dry`: tensors have sizes and no contents; `redone`:
-        whether a round is proposed again when a member has died, so that what it has changed must be put back."""
-        self._redone = redone
+        whether a round is proposed again when a member has died, so that what it has changed must be put back;
+        `between`: what happens between two steps, where a script takes them."""
+        self._redone, self._between, self._first = redone, between, _FIRST
         self._comm, self._data, self._replica, self._state = comm, data, replica, state
         self._progress, self._snapshots, self._checkpoint, self._dry = progress, snapshots, checkpoint, dry
         self.ballot: Handle | None = None
@@ -76,8 +102,12 @@ class Rounds:
             try:
                 self._comm.check()
                 self._parameters.wait_for_everybody()
+                if self._between is not None:
+                    self._between.idle()
                 self._snapshots.give_when_due()
                 if self._progress.finished():
+                    if self._between is not None:
+                        self._between.finish()
                     return self._comm.leave()
                 if self._redone and len(self._comm.members) > 1:
                     self._state.remember()
@@ -85,13 +115,17 @@ class Rounds:
                 self._take_step()
             except Regrouped:
                 self.join()
+            except ScriptEnded:
+                continue  # the step is not taken: the script is asked again, and has nothing more to say
 
     # -- a step -------------------------------------------------------------------------------------------------
     def _vote(self, vote: Vote) -> None:
         if not isinstance(vote, Vote):
             raise RunFailed(f"propose returned {vote!r}; it must return a tt.Vote")
         head = [vote.loss * vote.samples if vote.samples else 0.0, vote.samples, self._comm.stop_requested()]
-        mine = torch.tensor([*head, *vote.numbers], dtype=torch.float64)
+        said = [] if self._between is None else self._between.ballot()
+        self._first = _FIRST + len(said)
+        mine = torch.tensor([*head, *said, *vote.numbers], dtype=torch.float64)
         self._size = mine.numel()
         with self._equally_many():
             self.ballot = Finished(mine[None]) if len(self._comm.members) == 1 else self._comm.all_gather(mine)
@@ -103,20 +137,22 @@ class Rounds:
             yield
         except UnequalSizes as error:
             scale = self._size / error.sizes[self._comm.rank]  # where others' votes were passed on, they are several
-            numbers = {rank: round(size * scale) - _FIRST for rank, size in error.sizes.items()}
+            numbers = {rank: round(size * scale) - self._first for rank, size in error.sizes.items()}
             given = ", ".join(f"{count} on worker {rank}" for rank, count in sorted(numbers.items()))
             raise RunFailed(f"Vote.numbers must be equally many on all members ({given})") from error
 
     def _take_step(self) -> None:
         assert self.ballot is not None
         with self._equally_many():
-            votes: Tensor = self.ballot.wait()  # (members, _FIRST + numbers)
+            votes: Tensor = self.ballot.wait()  # (members, self._first + numbers)
         losses = votes[:, _LOSS].tolist()
         for rank, loss in zip(self._comm.members, losses, strict=True):
             if not math.isfinite(loss):
                 self._progress.refuse(loss, worker=rank, joined=self._data.joined)
         loss, samples, stop = (float(total) for total in votes[:, :_FIRST].sum(0))
-        decision = Decision(loss / max(1.0, samples), int(samples), stop > 0, votes[:, _FIRST:])
+        decision = Decision(loss / max(1.0, samples), int(samples), stop > 0, votes[:, self._first :])
+        if self._between is not None:
+            self._between.decided(votes[:, _FIRST : self._first])
         self._conclude(decision)
         self.ballot = None
         self._state.forget()
@@ -152,6 +188,8 @@ class Rounds:
         parameters.rebuild()
         self._checkpoint = None
         self.applied = self._progress.step
+        if self._between is not None:
+            self._between.met(agreement)
         self._snapshots.members_changed(agreement.generation)
         self._progress.recorder.hurry()  # the first step of a generation is always recorded
 

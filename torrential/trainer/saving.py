@@ -14,7 +14,7 @@ of other workers than the one that asked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,9 +32,17 @@ if TYPE_CHECKING:
 
 class Saving:
     def __init__(
-        self, comm: Comm, client: Client, outlet: Outlet, replica: ModelReplica, states: Sequence[str]
+        self,
+        comm: Comm,
+        client: Client,
+        outlet: Outlet,
+        replica: ModelReplica,
+        states: Sequence[str],
+        named: Callable[[], Mapping[str, Tensor]],
     ) -> None:
-        """`states`: the names of the vectors that servers keep beside the parameters."""
+        """`states`: the names of the vectors that servers keep beside the parameters; `named`: the named states that
+        are everybody's, as this worker has them."""
+        self._named_states = named
         self._comm, self._client, self._outlet, self._replica, self._states = comm, client, outlet, replica, states
         self._layout = replica.layout
         self._pending: PendingRequest | None = None
@@ -48,6 +56,7 @@ class Saving:
         self._vectors = [torch.empty(self._client.numel, dtype=self._client.dtype) for _ in ("", *self._states)]
         replica = self._replica
         self._untrained = {name: t.clone() for name, t in (replica.frozen() | replica.buffers()).items()}
+        self._everybodys = {f"state/{name}": tensor.clone() for name, tensor in self._named_states().items()}
         self._asked = self._complained = self._comm.now()
         self._pending = self._client.save(self._vectors)
 
@@ -85,8 +94,8 @@ class Saving:
         if own:
             self._outlet.own_states(snapshot.step, own)
         rest = {f"rest/{name}": tensor for name, tensor in self._untrained.items()}
-        self._outlet.snapshot(snapshot, flat, self._numbers(whole) | rest)
-        self._vectors, self._untrained = [], {}
+        self._outlet.snapshot(snapshot, flat, self._numbers(whole) | rest | self._everybodys)
+        self._vectors, self._untrained, self._everybodys = [], {}, {}
         return True
 
     def _snapshot(self, whole: Saved, final: bool) -> Snapshot:

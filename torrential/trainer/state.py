@@ -44,8 +44,8 @@ class NamedStates:
         self._kept: dict[str, _Kept] = {}
         self._before: dict[str, dict[str, Tensor]] = {}  # what a round under way may have changed, as it was
 
-    def everybody(self, name: str, save: Save, load: Load) -> None:
-        self._keep(name, _Kept("everybody", save, load, undo=True))
+    def everybody(self, name: str, save: Save, load: Load, *, undo: bool = True) -> None:
+        self._keep(name, _Kept("everybody", save, load, undo))
 
     def own(self, name: str, save: Save, load: Load, *, undo: bool = True) -> None:
         self._keep(name, _Kept("own", save, load, undo))

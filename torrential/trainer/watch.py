@@ -22,7 +22,8 @@ def _tell(watch: weakref.ref[BackwardWatch], index: int, _: Tensor) -> None:
 class BackwardWatch:
     """Buckets are announced in order, whatever order backward completes them in, so that all workers agree on it."""
 
-    def __init__(self, parameters: list[nn.Parameter], layout: Layout) -> None:
+    def __init__(self, parameters: list[nn.Parameter], layout: Layout, hooks: bool = True) -> None:
+        """`hooks`: backward is heard of by itself, not told by `replay`."""
         self._buckets = layout.buckets
         self._home = [b.index for b in layout.buckets for _ in b.entries]  # by entry: its bucket
         self._order: InOrder | None = None
@@ -30,7 +31,7 @@ class BackwardWatch:
         self.seen = [False] * len(parameters)  # by entry: whether backward reached it in this step
         self._armed = False
         self._places = {parameter: index for index, parameter in enumerate(parameters)}
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(parameters) if hooks else ():
             parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), index))
 
     def begin(self, ready: Callable[[Bucket], None]) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 from torrential import checkpoint as checkpoints
 from torrential.checkpoint import Checkpoint
 from torrential.config import RunConfig
+from torrential.loop.blueprint import OwnLoop
 from torrential.membership.roles import Death
 from torrential.records import Record
 from torrential.strategies.base import Strategy
@@ -29,6 +30,7 @@ class Job:
     warnings: Sequence[str] = ()  # what is likely a mistake, a line each
     elapsed: float = 0.0  # seconds that the run had taken by then
     evaluated: Mapping[tuple[str, int], float] = field(default_factory=dict)  # (split, step) on record: their times
+    loop: OwnLoop | None = None  # the script that workers run, where the loop is its own
 
 
 RETURNED = (

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from torrential.errors import INTERRUPTS, Diverged, RunFailed, TaskFailed, TorrentialError, WorkerFailed
+from torrential.records import MANIFEST, read_manifest
 from torrential.usercode import in_words, place_of, trace_of
 
 
@@ -69,7 +70,12 @@ def attributed(role: str, directory: Path) -> Iterator[None]:
 
 
 def resuming(directory: Path) -> str:
-    return f"go on with: torrential train --resume {directory}"
+    """The advice to go on with a run, by the command that it was begun with."""
+    path = directory / MANIFEST
+    script = read_manifest(directory).config.get("script") if path.exists() else None
+    if script is not None and not script[0]:
+        return f"go on with: tt.launch(..., resume={str(directory)!r})"
+    return f"go on with: torrential {'train' if script is None else 'launch'} --resume {directory}"
 
 
 def last_good(directory: Path) -> str:

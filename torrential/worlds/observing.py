@@ -85,6 +85,8 @@ class Observing(ABC):
         if not self._observer.complete(taken.snapshot, parts):
             return
         self._observer.load(flat, rest, parts)
+        if not self._observer.evaluates:
+            return self._observer.save(taken.snapshot, flat, rest, parts)
         evaluation = self._observer.evaluate(taken.snapshot, "validation")
         self.note(evaluation)
         self._observer.save(taken.snapshot, flat, rest, parts)
@@ -95,7 +97,7 @@ class Observing(ABC):
 
     def close(self) -> None:
         """The last word is the test set's, on the parameters last evaluated, maybe by an observer before this one."""
-        last = self._last or self._observer.load_saved()
+        last = (self._last or self._observer.load_saved()) if self._observer.evaluates else None
         if last is not None and self._observer.config.settings.test:
             self.note(self._observer.evaluate(last, "test"))
         self.tell(m.Left(0))

@@ -17,6 +17,7 @@ from torrential.comm.protocol import address_of
 from torrential.data.deal import order_of
 from torrential.data.loaders import LoaderProcess, Loaders, ReadBatch, end_loaders, fork_loaders, reader
 from torrential.errors import RunFailed
+from torrential.loop.session import LaunchedRun
 from torrential.server.messages import Message
 from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
@@ -28,6 +29,7 @@ from torrential.worlds.local.link import Buffers, SupervisorLink
 from torrential.worlds.local.mail import open_post
 from torrential.worlds.local.observing import observe
 from torrential.worlds.local.outlet import LocalOutlet
+from torrential.worlds.local.script_process import play_script, try_script, use_device
 from torrential.worlds.local.server_process import serve
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ CONNECT_SECONDS = 660.0  # as long as a run may take to start
 
 
 def main(spawn: Spawn) -> int:
+    if spawn.role == "trial":
+        return try_script(spawn)
     loaders = fork_loaders(spawn.rank, spawn.loaders, lambda: _prepare_reading(spawn))  # before there are threads
     post = None if spawn.role == "observer" else open_post(spawn)
     hello = m.Hello(spawn.role, spawn.rank, spawn.life, os.getpid(), post.where if post else "")
@@ -45,7 +49,10 @@ def main(spawn: Spawn) -> int:
     try:
         with descriptors.explained():
             job = _open(spawn)
-            if spawn.role == "observer":
+            if spawn.role == "worker" and job.loop is not None:
+                assert post is not None
+                play_script(job, job.loop, spawn.rank, link, lambda run: _build(job, spawn, link, post, run=run))
+            elif spawn.role == "observer":
                 observe(job, link)
             elif spawn.role == "server":
                 assert post is not None
@@ -53,13 +60,7 @@ def main(spawn: Spawn) -> int:
             else:
                 assert post is not None
                 role = _role(job, spawn.role)
-                post.understand(reduce(or_, job.strategy.letters, Message | TensorLetter))
-                worker, comm = _build(job, role, spawn, link, post, loaders)
-                link.send(m.Ready())
-                if role.name == "coordinator":
-                    link.until(lambda: comm.first is not None or link.dismissed, "the first view", 1e9)
-                elif role.death == "view":
-                    comm.begin()
+                worker = _build(job, spawn, link, post, loaders)
                 role.program(worker)
                 end_loaders(loaders)
                 if not link.dismissed:
@@ -71,13 +72,7 @@ def main(spawn: Spawn) -> int:
 
 
 def _open(spawn: Spawn) -> Job:
-    supervisor, pickled, tensors = spawn.parcel
-    fds = [os.open(f"/proc/{supervisor}/fd/{fd}", os.O_RDWR) for fd in (pickled, tensors)]
-    try:
-        job = shipping.unpack(*fds)
-    finally:
-        for fd in fds:
-            os.close(fd)
+    job = shipping.unpack_from(*spawn.parcel)
     assert isinstance(job, Job)
     return job
 
@@ -88,17 +83,19 @@ def _prepare_reading(spawn: Spawn) -> ReadBatch:
 
 
 def _build(
-    job: Job, role: Role, spawn: Spawn, link: SupervisorLink, post: Post, processes: Sequence[LoaderProcess]
-) -> tuple[RoleContext, LocalComm]:
+    job: Job,
+    spawn: Spawn,
+    link: SupervisorLink,
+    post: Post,
+    processes: Sequence[LoaderProcess] = (),
+    run: LaunchedRun | None = None,
+) -> RoleContext:
+    """The context of a role's program, which takes part from here on. `run`: that of the worker's script."""
+    role = _role(job, spawn.role)
     config, rank, life = job.config, address_of(spawn.role, spawn.rank), spawn.life
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(config.settings.threads or max(1, cores // config.workers))
-    device = torch.device(config.device)
-    own_gpu = False
-    if device.type == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        own_gpu = config.workers <= torch.cuda.device_count()
-        torch.cuda.set_device(device)
+    post.understand(reduce(or_, job.strategy.letters, Message | TensorLetter))
+    device = use_device(config, spawn.rank)
+    own_gpu = device.type == "cuda" and config.workers <= torch.cuda.device_count()
     native = config.settings.algorithm == "native"
     backend = None if not native else ("nccl" if own_gpu else "gloo")
     buffers = Buffers(link, rank)
@@ -109,11 +106,15 @@ def _build(
     reduce_device = device if backend == "nccl" else torch.device("cpu")
     checkpoint = going_on_from(job, role.death, life)
     loaders = Loaders(processes, config.settings.timeout) if processes else None
-    context = RoleContext(
-        job.task, config, job.strategy, comm, outlet, device, reduce_device, checkpoint, life, loaders=loaders
-    )
+    parts = (config, job.strategy, comm, outlet, device, reduce_device, checkpoint, life)
+    context = RoleContext(job.task, *parts, loaders=loaders) if run is None else run.context_of(job.task, *parts)
     assert context.replica  # built before it joins: a slow model factory stalls nobody
-    return context, comm
+    link.send(m.Ready())
+    if role.name == "coordinator":
+        link.until(lambda: comm.first is not None or link.dismissed, "the first view", 1e9)
+    elif role.death == "view":
+        comm.begin()
+    return context
 
 
 def _role(job: Job, name: str) -> Role:

@@ -1,0 +1,196 @@
+"""Which samples a script trains on, and where the strategy's program and the script give way to each other.
+
+    idle, take   the parameters are up to date; the script goes on until it wants a batch, or a step on the one it has
+    backward     the script computes on the batches of a step, until it calls step() (loop/replica.py)
+
+A batch that the script asks for after another without a step between belongs to the same step: scripts add gradients
+up. A step without a new batch is one more on the same samples: scripts have several optimizers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from torrential.comm.protocol import Agreement, Comm
+from torrential.config import RunConfig
+from torrential.data.deal import Batch, Order, Share
+from torrential.errors import RunFailed
+from torrential.loop.dealing import KeptDeal
+from torrential.loop.progress import LoopProgress
+from torrential.loop.turns import Ended, NextBatch, Place, TakeStep, Turns
+from torrential.optim.schedule import Schedule
+from torrential.server.client import Client
+from torrential.trainer.data import TrainingData
+
+NO_SAY = -1.0
+OPTIMIZERS = 1000  # more than a script has
+
+
+class SameSamples(Share):
+    """A further step on samples that were counted before."""
+
+    @property
+    def samples(self) -> int:
+        return 0
+
+
+class LoopData(TrainingData):
+    """Implements strategies.context.Data, and trainer.rounds.BetweenSteps."""
+
+    progress: LoopProgress
+
+    def __init__(
+        self,
+        config: RunConfig,
+        comm: Comm,
+        schedule: Schedule,
+        client: Callable[[], Client],
+        turns: Turns,
+        order: Order,
+    ) -> None:
+        self._turns = turns
+        super().__init__(config, comm, schedule, client, order)
+        self.place(0, 0)
+        self.again = False  # whether the share was dealt before, and the script has computed on it
+        self.repeated = False  # whether the step is one more on the same samples
+        self.step_done: Callable[[], None] = lambda: None  # have the script's step() return
+        self.rates: Callable[[], list[float]] = list  # of the optimizers' groups, as the script has them now
+        self.use: Callable[[Sequence[float], float | None], None] = lambda rates, clip: None  # rates, and where to clip
+        self.clip: Callable[[], float | None] = lambda: None
+        self._share: Share | None = None  # of the step under way
+        self._last: list[Batch] = []  # the batches of the last step, for another on the same samples
+        self._taken = 0  # joined batches in the share
+        self._begun = 0  # the steps taken when the share was dealt
+        self._ahead: Batch | None = None  # of the next epoch, leased but not handed to the script yet
+
+    deal: KeptDeal
+
+    def place(self, epoch: int, cursor: int) -> None:
+        before = getattr(self, "deal", None)
+        self.deal = KeptDeal(self._config.samples, self._config.seed, epoch, cursor, self._order)
+        if isinstance(before, KeptDeal):
+            self.deal.load(before.state())
+
+    # -- rounds: implements BetweenSteps --------------------------------------------------------------------------
+    def met(self, agreement: Agreement) -> None:
+        if agreement.generation == 1:
+            self.deal.roster = agreement.members
+
+    def idle(self) -> None:
+        if self._share is not None and self.progress.step > self._begun:  # it was concluded, here or by the others
+            self._last, self._share = self._share.batches, None
+            self.step_done()
+        while True:
+            wish = self._turns.awaited()
+            if isinstance(wish, Place):
+                self._turns.grant(self.deal.next_epoch())
+            elif isinstance(wish, NextBatch) and self._is_over(wish, self.deal.next_epoch()):
+                self._turns.grant(None)
+            else:
+                if isinstance(wish, Ended):
+                    self.progress.end()
+                return
+
+    def finish(self) -> None:
+        while not isinstance(wish := self._turns.awaited(), Ended):
+            self._turns.grant(self.deal.next_epoch() if isinstance(wish, Place) else None)
+
+    @staticmethod
+    def _is_over(wish: NextBatch, epoch: int) -> bool:
+        """Whether the epoch that the script iterates over has no more samples."""
+        return wish.epoch is not None and epoch > wish.epoch
+
+    def ballot(self) -> list[float]:
+        wish, clip = self._turns.wish, self.clip()
+        silent = not isinstance(wish, TakeStep)
+        said = NO_SAY if silent else self._taken * OPTIMIZERS + wish.optimizer  # type: ignore[union-attr]
+        return [said, math.inf if clip is None else clip, *self.rates()]
+
+    def decided(self, numbers: Tensor) -> None:
+        said = {r: row for r, row in zip(self._comm.members, numbers.tolist(), strict=True) if row[0] != NO_SAY}
+        if len({row[0] for row in said.values()}) > 1:
+            raise self._come_apart({rank: divmod(int(row[0]), OPTIMIZERS) for rank, row in said.items()})
+        if not said:  # all that there was to train on was dealt to one that has died: it is owed now
+            self.deal.agree(1, self._comm.members)
+            return
+        first, clip, *rates = said[min(said)]
+        self.deal.agree(int(first) // OPTIMIZERS, self._comm.members)
+        self.use(rates, None if math.isinf(clip) else clip)
+
+    def _come_apart(self, said: dict[int, tuple[int, int]]) -> RunFailed:
+        did = [
+            f"worker {rank} took {batches} batch{'es' * (batches != 1)} for it and called step() of optimizer {number}"
+            for rank, (batches, number) in sorted(said.items())
+        ]
+        return RunFailed(
+            f"the scripts of workers differ at step {self.progress.step + 1}: {'; '.join(did)}; have them take the "
+            "same steps (with drop_last=True in the loader all have equally many batches)"
+        )
+
+    def share(self, batches: int = 1, *, part: int | None = None, parts: int | None = None) -> Share:
+        if part is not None or parts is not None:
+            raise RunFailed("a script's own loop has one part of a joined batch for each worker; use another strategy")
+        deal, present = self.deal, self._comm.members
+        self.again = self._share is not None
+        if not self.again:
+            deal.begin_round(self._config.batch_size, batches)
+            self.joined = deal.size
+            self.repeated = isinstance(self._turns.awaited(), TakeStep)
+            self._begun, self._taken = self.progress.step, 0 if self.repeated else 1
+        if self.repeated:
+            self._need_batch()
+            self._share = SameSamples(self._last, 0)
+            return self._share
+        pieces = [b for n in range(self._taken) for b in deal.pieces(n, self._comm.rank, present)]
+        self._share = Share(pieces, sum(b.total for b in pieces))
+        return self._share
+
+    def _need_batch(self) -> None:
+        if not self._last:
+            raise RunFailed("optimizer.step() was called before the loader has given a batch; iterate over the loader")
+
+    def further(self, wish: NextBatch) -> list[Batch] | None:
+        """One more joined batch for the step under way: what this member has of it; None at the end of an epoch."""
+        assert self._share is not None
+        while True:
+            epoch = self.deal.span(self._taken)[0]
+            if self._is_over(wish, epoch):
+                return None
+            pieces = self.deal.pieces(self._taken, self._comm.rank, self._comm.members)
+            self._taken += 1
+            self._share.batches.extend(pieces)
+            if pieces:
+                return pieces
+
+    # -- leases ---------------------------------------------------------------------------------------------------
+    def take(self, clock: int, minibatches: int = 1, after: int = 0) -> Batch | None:
+        self.step_done()
+        while True:
+            wish = self._turns.awaited()
+            if isinstance(wish, Ended):
+                return None
+            if isinstance(wish, Place):
+                self._turns.grant(self.progress.epoch if self._ahead is None else self._ahead.epoch)
+            elif isinstance(wish, TakeStep):
+                self._need_batch()
+                self.repeated = True
+                return replace(self._last[-1], lease=0)
+            else:
+                self.progress.save_now()
+                batch = self._ahead or super().take(clock, minibatches, after)
+                self._ahead = None
+                if batch is None:
+                    self.finish()
+                    return None
+                if len(batch) and self._is_over(wish, batch.epoch):
+                    self._ahead = batch
+                    self._turns.grant(None)
+                    continue
+                self.repeated = False
+                if len(batch):
+                    self._last = [batch]
+                return batch

@@ -1,0 +1,68 @@
+"""How far a script's own loop has come: learning rates are the script's, and so is the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torrential.data.deal import Batch
+from torrential.loop.turns import TakeStep, Turns
+from torrential.trainer.progress import TrainingProgress
+from torrential.trainer.saving import Saving
+
+
+class LoopProgress(TrainingProgress):
+    """Implements strategies.context.Progress."""
+
+    turns: Turns
+    ended = False  # whether the script has come to its end
+    current_rate: Callable[[], float]  # the script's, as it is now
+
+    _kept = 0  # the last step with a snapshot
+    _due: tuple[Saving, int] | None = None
+
+    def rate(self, joined: int, batch: Batch | None = None) -> float:
+        self._last_rate = self.current_rate()
+        return self._last_rate
+
+    def loss_scale(self, joined: int) -> float:
+        return 1.0
+
+    def finished(self) -> bool:
+        return self.ended or super().finished()
+
+    def end(self) -> None:
+        """The script has come to its end, and with it this member's steps."""
+        if not self.ended and self.step and self.recorder.newest < self.step:
+            self._record()
+        self.ended = True
+
+    def stepped(self, samples: int, loss: float) -> None:
+        super().stepped(samples, loss if samples else self.loss)
+
+    # -- snapshots: when the script wants its next batch, and has done all that belongs to the one before -----------
+    def snapshot_due(self) -> bool:
+        every, deal = self._config.settings.evaluate_every, self._data.deal
+        if self.finished():
+            return True
+        if isinstance(self.turns.wish, TakeStep):
+            return False
+        if every is None:
+            due = deal.cursor == 0 and not _owed(deal)
+        else:
+            due = self.step == self._kept or self.step // every > self._kept // every
+        if due:
+            self._kept = self.step
+        return due
+
+    def _save_when_due(self, saving: Saving, due: int) -> None:
+        self._due = saving, due
+
+    def save_now(self) -> None:
+        """Ask the servers for a checkpoint, if one was due when the last batch was done with."""
+        if self._due is not None:
+            super()._save_when_due(*self._due)
+            self._due = None
+
+
+def _owed(deal: object) -> bool:
+    return bool(getattr(deal, "owed", ()))

@@ -1,0 +1,304 @@
+"""What a script sees: `tt.join()` gives a run, which prepares the script's own objects.
+
+    run = tt.join()
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for epoch in run.epochs(10):
+        for inputs, targets in loader: ...
+        run.report(accuracy=value)
+
+Started by itself the script is a plain loop, and nothing is changed. `torrential launch script.py` runs it once in a
+trial, up to its first batch, and then in every worker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from torrential.config import NO_LIMIT, RunConfig
+from torrential.data.deal import Batch
+from torrential.errors import BadInput
+from torrential.loop.blueprint import Blueprint, describe_model, join_models, load_first_values
+from torrential.loop.context import LoopContext
+from torrential.loop.loader import DealtLoader, check_loader, shuffles
+from torrential.loop.optimizer import BackwardLosses, replace_step, spec_of_all
+from torrential.loop.turns import Ended, NextBatch, Place, TakeStep, Turns
+from torrential.randomness import TRAINING, seed_all
+
+_current: Run | None = None  # of a process that a launch has started
+
+
+class Run:
+    """A run as a script takes part in it. This one is of a script that was started by itself: a plain loop."""
+
+    rank = 0
+    """The number of this worker, from 0."""
+    workers = 1
+    """The number of workers that the run was started with."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.loader: DataLoader[Any] | None = None
+        self.saved: dict[str, Any] = {}
+        self.asked_for = False  # whether the script has called join
+        self._metric: str | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch to go on with: 0, unless the run was resumed or this worker takes another's place."""
+        return 0
+
+    def epochs(self, count: int) -> Iterable[int]:
+        """The epochs that are left of so many."""
+        return range(self.epoch, count)
+
+    def prepare(self, *things: Any) -> Any:
+        """The script's models, optimizers and loader, as they are used from now on, in the order they were given.
+        Schedulers may be among them: they are saved with checkpoints."""
+        if not things:
+            raise BadInput("run.prepare was given nothing; give it the model, the optimizer and the loader")
+        prepared = tuple(self._prepare(thing) for thing in things)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare(self, thing: Any) -> Any:
+        if isinstance(thing, nn.Module):
+            if any(thing is model for model in self.models):
+                raise BadInput(f"the model {type(thing).__name__} was prepared already; call run.prepare once for each")
+            self.models.append(thing)
+        elif isinstance(thing, torch.optim.Optimizer):
+            if any(thing is optimizer for optimizer in self.optimizers):
+                raise BadInput("the optimizer was prepared already; call run.prepare once for each")
+            self.optimizers.append(thing)
+        elif isinstance(thing, DataLoader):
+            if self.loader is not None:
+                raise BadInput("a loader was prepared already, and one is dealt out to the workers; leave the others")
+            check_loader(thing)
+            self.loader = thing
+        elif isinstance(thing, LRScheduler):
+            self.save(**{f"scheduler {len(self.saved)}": thing})
+        else:
+            kind = type(thing).__name__
+            raise BadInput(f"run.prepare takes models, optimizers, schedulers and a DataLoader (given: a {kind})")
+        return thing
+
+    def save(self, **objects: Any) -> None:
+        """Save objects with state_dict() and load_state_dict() in checkpoints; a resumed run loads them again."""
+        for name, thing in objects.items():
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise BadInput(f"run.save takes objects with state_dict and load_state_dict ({name}: {thing!r})")
+            if name in self.saved:
+                raise BadInput(f"run.save was given {name!r} already; call it something else")
+            self.saved[name] = thing
+
+    def report(self, **values: float) -> None:
+        """Put an evaluation on record: the first value is the metric, one called `loss` goes beside it."""
+        if not values:
+            raise BadInput("run.report was given nothing; give it a value, as in run.report(accuracy=0.9)")
+        name = next(iter(values))
+        if self._metric not in (None, name):
+            raise BadInput(f"run.report was given {name!r} first, and {self._metric!r} before; the first is the metric")
+        self._metric = name
+        self._report(float(values[name]), float(values["loss"]) if "loss" in values else None)
+
+    def _report(self, value: float, loss: float | None) -> None:
+        """A plain loop keeps no records."""
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        """Clip the gradient of the coming step, where gradients are summed their sum; returns this worker's norm."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def join() -> Run:
+    """The run that this script takes part in; alone, a plain loop."""
+    if _current is None:
+        return Run()
+    _current.asked_for = True
+    return _current
+
+
+def enter(run: Run) -> None:
+    """Have `join` give this run."""
+    global _current
+    _current = run
+
+
+class TrialDone(BaseException):
+    """A trial has come to the first batch or step."""
+
+
+class Trial(Run):
+    """The trial of a script: it ends where training would begin."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__()
+        self.workers, self._epochs = workers, None
+
+    _epochs: int | None
+
+    def epochs(self, count: int) -> Iterable[int]:
+        self._epochs = count
+        return range(count)
+
+    def _prepare(self, thing: Any) -> Any:
+        thing = super()._prepare(thing)
+        if isinstance(thing, torch.optim.Optimizer):
+            replace_step(thing, self._end)
+        if isinstance(thing, DataLoader):
+            dealt = DealtLoader(thing, self.workers, len(thing.dataset))  # type: ignore[arg-type]
+            dealt.ask = lambda epoch: self._end()
+            return dealt
+        return thing
+
+    def _end(self) -> None:
+        raise TrialDone
+
+    def blueprint(self) -> Blueprint:
+        return blueprint_of(self, self._epochs)
+
+
+def blueprint_of(run: Run, epochs: int | None) -> Blueprint:
+    """What a script has prepared; refuses what no run can be made of."""
+    missing = [
+        what
+        for what, there in (("model", run.models), ("optimizer", run.optimizers), ("loader", run.loader))
+        if not there
+    ]
+    if missing or run.loader is None:
+        raise BadInput(
+            f"the script has prepared no {' and no '.join(missing)}; call run.prepare(model, optimizer, loader) before "
+            "the loop"
+        )
+    model = join_models(run.models)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise BadInput("the model has no trainable parameters; unfreeze some")
+    loader = run.loader
+    return Blueprint(
+        tensors=describe_model(model),
+        optimizer=spec_of_all(run.optimizers, model),
+        dataset=len(loader.dataset),  # type: ignore[arg-type]
+        batch_size=loader.batch_size or 1,
+        shuffle=shuffles(loader),
+        drop_last=loader.drop_last,
+        epochs=epochs,
+        device=trained[0].device.type,
+    )
+
+
+class LaunchedRun(Run):
+    """A worker's part in a run: the strategy's program begins at the first batch, step or question."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        config: RunConfig,
+        rank: int,
+        start: Callable[[LaunchedRun], LoopContext],
+        play: Callable[[LoopContext], None],
+        stop: Callable[[], None],
+        reaches: Callable[[float], bool],
+    ) -> None:
+        """`start` makes the context of the strategy's program, `play` runs the program; `stop` has all workers stop,
+        and `reaches` says whether a reported value is as good as the target."""
+        super().__init__()
+        self.rank, self.workers = rank, config.workers
+        self.losses = BackwardLosses()
+        self._blueprint, self._config, self._start, self._play = blueprint, config, start, play
+        self._stop, self._reaches = stop, reaches
+        self._dealt: DealtLoader | None = None
+        self.turns = Turns(self._program)
+        self.context: LoopContext | None = None
+
+    def context_of(self, *parts: Any) -> LoopContext:
+        """The context of the strategy's program, from the parts that one of a task has, too."""
+        task, *others = parts
+        model = join_models(self.models)
+        return LoopContext(
+            dataclasses.replace(task, model=lambda: model),
+            *others,
+            turns=self.turns,
+            optimizers=self.optimizers,
+            losses=self.losses,
+            saved=self.saved,
+            dataset=self._blueprint.dataset,
+            shuffle=self._blueprint.shuffle,
+        )
+
+    # -- what the script prepares ---------------------------------------------------------------------------------
+    def _prepare(self, thing: Any) -> Any:
+        if self.context is not None:
+            raise BadInput("run.prepare was called after the loop had begun; prepare everything before it")
+        thing = super()._prepare(thing)
+        if isinstance(thing, torch.optim.Optimizer):
+            number = len(self.optimizers) - 1
+            replace_step(thing, lambda: self.turns.ask(TakeStep(number)))
+        if isinstance(thing, DataLoader):
+            self._dealt = DealtLoader(thing, self.workers, self._config.samples)
+            self._dealt.ask, self._dealt.begin = self._next, lambda: int(self.turns.ask(Place()) or 0)
+            return self._dealt
+        return thing
+
+    def save(self, **objects: Any) -> None:
+        if self.context is not None:
+            raise BadInput("run.save was called after the loop had begun; name what is to be saved before it")
+        super().save(**objects)
+
+    def _program(self) -> None:
+        found = blueprint_of(self, None)
+        odd = self._blueprint.differs(found)
+        if odd is not None:
+            raise BadInput(f"the script prepares something else in worker {self.rank} than in its trial: {odd}")
+        load_first_values(join_models(self.models), self._blueprint.tensors)
+        self.losses.listen()
+        self.context = self._start(self)
+        self._play(self.context)
+
+    # -- what the script does -------------------------------------------------------------------------------------
+    def _next(self, epoch: int | None) -> Batch | None:
+        batch: Batch | None = self.turns.ask(NextBatch(epoch))
+        if batch is not None:
+            device = torch.device(self._blueprint.device)
+            seed_all(device, self._config.seed, TRAINING, batch.epoch, batch.first)  # as a run of a task draws
+        return batch
+
+    @property
+    def epoch(self) -> int:
+        place = int(self.turns.ask(Place()) or 0)
+        if self._dealt is not None:
+            self._dealt.skip_none()
+        return place
+
+    def epochs(self, count: int) -> Iterable[int]:
+        limit = self._config.epochs
+        return range(self.epoch, count if limit >= NO_LIMIT else limit)
+
+    def _report(self, value: float, loss: float | None) -> None:
+        if self.context is None:
+            self.turns.ask(Place())
+        if self.context is None or (self._dealt is not None and self._dealt.replaying):
+            return
+        workers = self.context.comm.view.workers
+        if workers and self.rank == workers[0]:
+            self.context.report(value, loss)
+            if self._reaches(value):
+                self._stop()
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        if self.context is None:
+            raise BadInput("run.clip_grad_norm_ was called before the loop had begun; call it after loss.backward()")
+        self.context.replica.clip_norm = float(max_norm)
+        present = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(present)
+
+    def end(self) -> None:
+        """The script has come to its end; returns when the run has."""
+        if self.context is None:
+            raise BadInput("the script has ended without a batch; iterate over the prepared loader")
+        self.turns.ask(Ended())
