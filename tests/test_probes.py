@@ -161,7 +161,7 @@ def test_a_coordinator_survives_a_killed_worker(start: Callable[..., Run]) -> No
 
 
 def test_a_killed_coordinator_goes_on_from_its_state(start: Callable[..., Run]) -> None:
-    run = killed(start, "Coordinated", "tt-coordinator-", "--workers", "2")
+    run = killed(start, "Coordinated", "tt-coord-0", "--workers", "2")
     assert len(run.events("coordinator_lost")) == 1
 
 

@@ -49,7 +49,7 @@ def try_script(script: Script, workers: int, seed: int, launch: Launch) -> OwnLo
     connection: wire.Connection[Message] = wire.Connection(launch.socket, Message, ahead=0)
     launch.used = True
     with shipping.pack((script, workers, seed)) as parcel:
-        connection.send(Spawn("trial", 0, 0, "", b"", (os.getpid(), *parcel.fds), "", False))
+        connection.send(Spawn("trial", 0, 0, "", b"", (os.getpid(), *parcel.fds), ""))
         status = _ended(connection, launch, script)
         if status:
             how = f"by signal {-status}" if status < 0 else f"with exit status {status}"
