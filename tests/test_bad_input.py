@@ -769,8 +769,8 @@ def test_all_that_can_be_set_is_shown_and_explained(name: str, main_here: Callab
         for option in options:
             default = f"={option.default}" if option.default else ""
             choices = [c for c in option.choices if not (c == "loss" and needs_servers(STRATEGIES[name]))]
-            shown_choices = f"({' | '.join(choices)}) " if choices else ""
-            assert option.about and f" {option.name}{default} {shown_choices}{option.about} " in f"{section} ", option
+            allowed = f"({' | '.join(choices) or option.bounds}) " if choices or option.bounds else ""
+            assert option.about and f" {option.name}{default} {allowed}{option.about} " in f"{section} ", option
         assert not [name for name in hidden if f" {name}=" in section]
     assert "Options of " not in sections.rpartition("What can be set")[2]
 

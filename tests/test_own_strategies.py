@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import pytest
@@ -24,7 +24,7 @@ from torrential.errors import BadInput, RunFailed, UnknownName
 from torrential.options import explain
 from torrential.records import MANIFEST, RECORDS, read_manifest
 from torrential.strategies import STRATEGIES
-from torrential.strategies.registry import registered, resolve_strategy
+from torrential.strategies.registry import check_object, registered, resolve_strategy
 from torrential.study.ask import absolute_entries, split_entries
 from torrential.study.directory import read_question
 
@@ -273,6 +273,51 @@ def test_options_of_any_kind_are_made_and_explained(given: dict[str, Any], made:
         assert str(error.value) == made
     else:
         assert found.make({"must": {}} | given) == Odd(**{"must": {}} | made)
+
+
+class Bounded(tt.AllReduce):
+    period: Annotated[int, msgspec.Meta(ge=1, le=9)] = 3
+    share: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.5
+    rates: tuple[float, ...] = ()
+    most: Annotated[int, msgspec.Meta(ge=2)] | None = None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"period": "x"}, "period must be a whole number of at least 1 up to 9 (given: 'x')"),
+        ({"period": "4"}, "period must be a whole number of at least 1 up to 9 (given: '4')"),
+        ({"period": 0}, "period must be a whole number of at least 1 up to 9 (given: 0)"),
+        ({"share": 1.0}, "share must be a number of at least 0 below 1 (given: 1.0)"),
+        ({"share": float("nan")}, "share must be a number of at least 0 below 1 (given: nan)"),
+        ({"rates": (float("inf"),)}, "rates must be a list of numbers, as in 0.5,0.75, and finite (given: (inf,))"),
+        ({"rates": "1,2"}, "rates must be a list of numbers, as in 0.5,0.75 (given: '1,2')"),
+        ({"most": 1}, "most must be a whole number of at least 2 (given: 1)"),
+        ({"overlap": "tru"}, "overlap must be true or false (given: 'tru'); did you mean 'true'?"),
+    ],
+)
+def test_options_of_an_object_are_checked_as_those_of_the_command_line(wrong: Any, said: str, tmp_path: Path) -> None:
+    for refuse in (
+        lambda: train(Bounded(**wrong), tmp_path / "run", "sim"),
+        lambda: tt.compare("digits-mlp", [Bounded(**wrong)], target=0.9, out=tmp_path / "study", progress=False),
+    ):
+        with pytest.raises(BadInput) as error:
+            refuse()
+        assert str(error.value) == said
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_of_an_object_that_are_right_pass() -> None:
+    check_object(Bounded(period=9, share=0, rates=(1, 2.5), most=None))
+    for kind in STRATEGIES.values():
+        check_object(kind())
+
+
+def test_bounds_are_shown(main_here: Any, tmp_path: Path) -> None:  # noqa: F811
+    text = FILE.replace("period: int = 3", "period: Annotated[int, Meta(ge=1, le=9)] = 3")
+    file = write(tmp_path, f"from typing import Annotated\nfrom msgspec import Meta\n{text}")
+    assert "  period=3  (at least 1 up to 9)\n      How many" in main_here("strategies", file).out
+    assert "\n  accumulate=1  (at least 1)\n" in main_here("strategies", "allreduce").out
 
 
 # -- options have one owner -------------------------------------------------------------------------------------------

@@ -357,5 +357,4 @@ def test_impossible_consistencies_are_refused():
 
 def test_t6_2_conventions():
     assert Consistency(3).needs(10) == 7 and Consistency(0).needs(4) == 4
-    assert Consistency(3).may_read(10, 7) and not Consistency(3).may_read(10, 6)
-    assert Consistency(None).may_read(10**9, 0)
+    assert Consistency(None).needs(10**9) < 0  # no clock need be completed

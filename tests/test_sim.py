@@ -134,6 +134,16 @@ def test_an_interrupt_is_no_failure_of_the_role_that_it_finds_at_work(
         tt.train(task, strategy, workers=4, world="sim", out=tmp_path / "run", device="cpu", progress=False)
 
 
+@pytest.mark.parametrize("strategy", ["allreduce", "bsp"])
+def test_events_have_the_step_at_which_they_happened(strategy: str, tmp_path: Path) -> None:
+    """A step takes 0.01 s of computing and about as little as nothing of messages; records are 0.1 s apart."""
+    cluster = {"detection": 0.0, "faults": [{"kind": "crash", "worker": 1, "at": 0.078}]}
+    result = simulate(tmp_path / "run", strategy, 2, cluster, batch_size=10, steps=12)
+    recorded = [r.step for r in result.history if isinstance(r, Step) and r.time < 0.078]
+    lost = next(r for r in result.history if isinstance(r, Event) and r.event == "worker_lost")
+    assert max(recorded) < lost.step == 7
+
+
 def test_a_partition_for_ever_ends_with_who_waited(tmp_path: Path) -> None:
     cluster = {"faults": [{"kind": "partition", "hosts": [0, 1], "at": 0.2}]}
     with pytest.raises(RunFailed, match="worker"):

@@ -355,7 +355,8 @@ def _print_options(options: Iterable[Option]) -> None:
     body = TextWrapper(width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
     for option in options:
         default = f"={option.default}" if option.default else ""
-        choices = f"  ({' | '.join(option.choices)})" if option.choices else ""
+        allowed = " | ".join(option.choices) or option.bounds
+        choices = f"  ({allowed})" if allowed else ""
         print(head.fill(f"{option.name}{default}{choices}"))
         if option.about:
             print(body.fill(option.about))

@@ -1,7 +1,7 @@
 """Options are fields of frozen structs (config.py, strategies): made from what a user gave, explained for one to read.
 
 make(Recipe, {"schedule": "foo"})    schedule must be constant, step, cosine or poly (given: 'foo')
-explain(Recipe)                      names, choices and defaults, and what the string below each field says
+explain(Recipe)                      names, choices, bounds and defaults, and what the string below each field says
 """
 
 from __future__ import annotations
@@ -30,10 +30,19 @@ def make(kind: type[S], given: dict[str, Any]) -> S:
     return kind(**{name: _convert(name, value, types[name]) for name, value in given.items()})
 
 
-def _convert(name: str, given: Any, kind: Any) -> Any:
-    a_list = isinstance(_type(kind), VarTupleType | ListType) and isinstance(given, str | int | float)
+def check(made: msgspec.Struct) -> None:
+    """Check a struct of options that a program has made. The first that is not of its type, or out of its bounds, is
+    refused as `make` refuses it."""
+    for field in msgspec.structs.fields(made):
+        _convert(field.name, getattr(made, field.name), field.type, strict=True)
+
+
+def _convert(name: str, given: Any, kind: Any, strict: bool = False) -> Any:
+    """`strict`: text is no number, and no list."""
+    a_list = isinstance(_type(kind), VarTupleType | ListType) and isinstance(given, str | int | float) and not strict
     try:
-        value = msgspec.convert(str(given).split(",") if a_list else given, kind, strict=False)
+        plain = msgspec.to_builtins(given) if strict else given
+        value = msgspec.convert(str(given).split(",") if a_list else plain, kind, strict=strict)
     except msgspec.ValidationError as error:
         near = difflib.get_close_matches(str(given), _choices(kind), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -64,10 +73,10 @@ def _wanted(kind: Any) -> str:
     if choices := _choices(kind):
         return f"{', '.join(choices[:-1])} or {choices[-1]}"
     match _type(kind):
-        case IntType(ge=least):
-            return "a whole number" + ("" if least is None else f" of at least {least}")
-        case FloatType(gt=above):
-            return "a number" + ("" if above is None else f" above {above:g}")
+        case IntType() as number:
+            return f"a whole number{limits(number)}"
+        case FloatType() as number:
+            return f"a number{limits(number)}"
         case VarTupleType(item_type=FloatType() | IntType()) | ListType(item_type=FloatType() | IntType()):
             return "a list of numbers, as in 0.5,0.75"
         case VarTupleType() | ListType():
@@ -77,11 +86,19 @@ def _wanted(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
 
 
+def limits(number: IntType | FloatType) -> str:
+    """The bounds of a number, in words that go on from "a number"."""
+    words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "up to"}
+    found = [f"{word} {limit:g}" for name, word in words.items() if (limit := getattr(number, name)) is not None]
+    return f" {' '.join(found)}" if found else ""
+
+
 # -- for a user to read -----------------------------------------------------------------------------------------------
 class Option(NamedTuple):
     name: str
     default: str  # as it would be given; empty: none
     choices: list[str]  # empty: not just a few
+    bounds: str  # of a number, as in "at least 1"; empty: none
     about: str
 
 
@@ -93,7 +110,9 @@ def explain(kind: type[msgspec.Struct]) -> Iterator[Option]:
             about |= _strings_below_fields(base)
     for field in msgspec.structs.fields(kind):
         default = field.default_factory() if callable(field.default_factory) else field.default
-        yield Option(field.name, _text(default), _choices(field.type), about.get(field.name, ""))
+        number = _type(field.type)
+        bounds = limits(number).removeprefix(" of").strip() if isinstance(number, IntType | FloatType) else ""
+        yield Option(field.name, _text(default), _choices(field.type), bounds, about.get(field.name, ""))
 
 
 def _strings_below_fields(kind: type[msgspec.Struct]) -> dict[str, str]:

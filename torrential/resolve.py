@@ -30,7 +30,7 @@ from torrential.options import make
 from torrential.schedulers import Scheduler
 from torrential.strategies.base import Strategy, needs_servers
 from torrential.strategies.ddp import Ddp
-from torrential.strategies.registry import Given, Resolved, plain_options, resolve_strategy
+from torrential.strategies.registry import Given, Resolved, check_object, plain_options, resolve_strategy
 from torrential.task import Task, build_model, training_samples, with_validation
 from torrential.trainer.optimizer import check_optimizer
 from torrential.trainer.slow import Slow
@@ -237,6 +237,7 @@ def split_options(asked: RunRequest, found: Resolved) -> tuple[Strategy, AnySett
         raise BadInput(f"{wrong} is an option of the strategy, which was given as an object; set it there")
     else:
         strategy = asked.strategy
+        check_object(strategy)
     settings = _make_settings(asked.world, parts["world"])
     if isinstance(settings, LocalSettings):
         settings = _with_transport(settings)

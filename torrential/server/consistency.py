@@ -53,6 +53,3 @@ class Consistency:
     def needs(self, clock: int) -> int:
         """The number of clocks that must be completed before a read at `clock`."""
         return ALWAYS if self.staleness is None else clock - self.staleness
-
-    def may_read(self, clock: int, completed: int) -> bool:
-        return completed >= self.needs(clock)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from torrential.errors import BadInput, UnknownName
-from torrential.options import make
+from torrential.options import check, make
 from torrential.strategies import STRATEGIES
 from torrential.strategies.base import Strategy
 from torrential.usercode import calling, in_words, place_of
@@ -55,6 +55,12 @@ def resolve_strategy(given: Given) -> Resolved:
     if not issubclass(kind, Strategy):
         raise BadInput(f"a strategy is a name, a subclass of tt.Strategy or an object of one (given: {given!r})")
     return Resolved(kind, _source_of(kind))
+
+
+def check_object(strategy: Strategy) -> None:
+    """Refuse an object of a program with options that could not have come from the command line."""
+    plain_options(strategy)
+    check(strategy)
 
 
 def plain_options(strategy: Strategy) -> dict[str, Any]:

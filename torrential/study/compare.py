@@ -13,7 +13,7 @@ import msgspec
 from torrential.errors import BadInput, RunFailed
 from torrential.records import fresh_directory
 from torrential.strategies.base import Strategy
-from torrential.strategies.registry import Given, is_loadable, plain_options, resolve_strategy
+from torrential.strategies.registry import Given, check_object, is_loadable, plain_options, resolve_strategy
 from torrential.study.ask import ObjectEntry, StudyRequest, absolute_entries, split_trials
 from torrential.study.comparison import Comparison, comparison_of
 from torrential.study.conduct import conduct
@@ -108,6 +108,7 @@ def _entry(given: Given) -> tuple[str | ObjectEntry, type[Strategy] | None]:
     found = resolve_strategy(given)
     if isinstance(given, type):
         return ObjectEntry(found.source, {}), found.kind
+    check_object(given)
     fields = msgspec.structs.fields(found.kind)
     usual = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields}
     plain = plain_options(given)

@@ -204,7 +204,8 @@ class _Simulation:
         self._observing.take(message, tensors)
 
     def event(self, event: str, worker: int | None, detail: str) -> None:
-        self._write(Event(event=event, time=self._kernel.now, step=self._step, worker=worker, detail=detail))
+        step = max([self._step, *(ctx.step for ctx in self._contexts.values())])  # records are rarer than steps
+        self._write(Event(event=event, time=self._kernel.now, step=step, worker=worker, detail=detail))
 
     def state(self, worker: int, state: str) -> None:
         self._listener.worker_state(worker, state)

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect as kinds
 
+from torrential.options import limits
+
 
 def in_words(error: msgspec.ValidationError, table: dict[str, Any], kind: type[msgspec.Struct]) -> str:
     """The sentence for an error that msgspec found in a table; its own end with the place: ` - at `$.faults[0].at``."""
@@ -50,9 +52,9 @@ def _wanted(node: Any, place: str) -> str:
         case kinds.LiteralType(values=values):
             return " or ".join(f'"{value}"' for value in values)
         case kinds.IntType():
-            return f"a whole number{_limits(node)}"
+            return f"a whole number{limits(node)}"
         case kinds.FloatType():
-            return f"a number{_limits(node)}"
+            return f"a number{limits(node)}"
         case kinds.BoolType():
             return "true or false"
         case kinds.StructType():
@@ -64,9 +66,3 @@ def _wanted(node: Any, place: str) -> str:
         case kinds.VarTupleType(item_type=item):
             return f"a list, in brackets, each {_wanted(item, place)}"
     return "text"
-
-
-def _limits(node: kinds.IntType | kinds.FloatType) -> str:
-    words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "up to"}
-    found = [f"{word} {limit:g}" for name, word in words.items() if (limit := getattr(node, name)) is not None]
-    return f" {' '.join(found)}" if found else ""
