@@ -37,7 +37,7 @@ from torrential.comm import wire
 from torrential.comm.admission import Admission
 from torrential.comm.frames import AT_ONCE, Frames, Landing, Memory, frame, nowhere, reader_of
 from torrential.comm.outbox import Outbox, Outgoing
-from torrential.comm.protocol import Letter
+from torrential.comm.protocol import SERVERS, Letter
 from torrential.errors import WaitedTooLong
 
 DIAL_SECONDS = 5.0
@@ -47,6 +47,7 @@ ASLEEP_SECONDS = 1e-3  # for as long as this at most
 AN_HOUR = 3600.0
 BRISK_SECONDS = 2e-4
 LOCAL_QUEUE = 1 << 18  # bytes that the kernel keeps for each direction of a tcp connection inside one host
+MEMBERS_QUEUE = 1 << 21  # the same between workers: it keeps a slow link busy until one of them has a core to read with
 
 
 class Greeting(msgspec.Struct, frozen=True, tag=True):
@@ -197,7 +198,6 @@ class Post:
             sock = wire.connect(contact.where, self._token, DIAL_SECONDS)
         except OSError:
             return None
-        _tune(sock)
         line = self._add(sock, to, contact.life)
         line.outbox.send(*frame(Greeting(self.address, self.life), (), None), Outgoing())
         with self._table:
@@ -338,6 +338,7 @@ class Post:
     def _add(self, sock: socket.socket, address: int, life: int) -> _Line:
         line = _Line(sock, Outbox(partial(wire.write, sock), self._wake), address, life)
         line.frames = Frames(self._decoder, self.memory, partial(self._lands, line))
+        _tune(sock, MEMBERS_QUEUE if max(self.address, address) < SERVERS else LOCAL_QUEUE)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(1e6 * ASLEEP_SECONDS)))
         self._lines[sock.fileno()] = line
         self._epoll.register(sock, select.EPOLLIN)
@@ -345,7 +346,6 @@ class Post:
 
     def _admit(self) -> None:
         for sock, greeting in self._admission.poll():
-            _tune(sock)
             line = self._add(sock, greeting.address, greeting.life)
             with self._table:
                 before = self._to.get(line.address)
@@ -376,11 +376,11 @@ class Post:
         os.close(self._news)
 
 
-def _tune(sock: socket.socket) -> None:
+def _tune(sock: socket.socket, queue: int) -> None:
     """Inside a host nothing is lost and nothing far away: short queues, which stay in the cores' caches, and no pacing
     by whatever this system does for networks."""
     with contextlib.suppress(OSError):  # the other side is gone, as reading will say; or this system has it not
         if sock.family == socket.AF_INET and sock.getpeername()[0].startswith("127."):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_QUEUE)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOCAL_QUEUE)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, queue)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, queue)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
