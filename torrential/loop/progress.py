@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 from torrential.data.deal import Batch
+from torrential.errors import NonFiniteLoss
 from torrential.loop.turns import TakeStep, Turns
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.saving import Saving
@@ -26,6 +28,11 @@ class LoopProgress(TrainingProgress):
 
     def loss_scale(self, joined: int) -> float:
         return 1.0
+
+    def refuse(self, loss: float, batch: Batch | None = None, worker: int | None = None, joined: int = 0) -> NoReturn:
+        rank = self._comm.rank if worker is None else worker
+        remedy = "lower the script's learning rate, clip with run.clip_grad_norm_, or look for nan in the data"
+        raise NonFiniteLoss(self.step + 1, rank, loss, remedy)
 
     def finished(self) -> bool:
         return self.ended or super().finished()

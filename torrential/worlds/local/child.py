@@ -15,7 +15,7 @@ from torrential.comm.messenger import Messenger
 from torrential.comm.post import Post
 from torrential.comm.protocol import address_of
 from torrential.errors import RunFailed
-from torrential.loop.session import LaunchedRun
+from torrential.loop.session import WorkerRun
 from torrential.server.messages import Message
 from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
@@ -90,7 +90,7 @@ def _build(
     link: SupervisorLink,
     messenger: Messenger | None,
     post: Post,
-    run: LaunchedRun | None = None,
+    run: WorkerRun | None = None,
 ) -> RoleContext:
     """The context of a role's program, which takes part from here on. `run`: that of the worker's script."""
     role = _role(job, spawn.role)
