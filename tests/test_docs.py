@@ -23,6 +23,8 @@ MOST_LINES = 150  # of the README
 MOST_NOT_RUN, MOST_SHORTENED = 4, 24  # blocks of all pages together
 EXAMPLES = {  # what each prints
     "compare_strategies": [r"allreduce +4 of 4 runs reached 90%", r"downpour +4 of 4 runs reached 90%", r"trials"],
+    "gan": [r"640 steps; the mean of what is made is [01]\.\d\d from"],
+    "own_loop": [r"allreduce: accuracy (8|9)\d\.\d%", r"ssp: accuracy (8|9)\d\.\d% after 5120 samples"],
     "own_metric": [r"R2 0\.9\d\d after"],
     "parameter_servers": ["s: server_lost", "13500 samples were trained on, 13500 were planned"],
     "resume_after_a_kill": ["resumed at step", "bit for bit: True"],

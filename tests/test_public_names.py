@@ -37,6 +37,8 @@ NAMES = [
     "__version__",
     "accuracy",
     "compare",
+    "join",
+    "launch",
     "load_task",
     "optimizer",
     "read_records",

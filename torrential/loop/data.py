@@ -21,7 +21,7 @@ from torrential.data.deal import Batch, Order, Share
 from torrential.errors import RunFailed
 from torrential.loop.dealing import KeptDeal
 from torrential.loop.progress import LoopProgress
-from torrential.loop.turns import Ended, NextBatch, Place, TakeStep, Turns
+from torrential.loop.turns import AtEnd, NextBatch, Place, TakeStep, Turns
 from torrential.optim.schedule import Schedule
 from torrential.server.client import Client
 from torrential.trainer.data import TrainingData
@@ -91,12 +91,12 @@ class LoopData(TrainingData):
             elif isinstance(wish, NextBatch) and self._is_over(wish, self.deal.next_epoch()):
                 self._turns.grant(None)
             else:
-                if isinstance(wish, Ended):
+                if isinstance(wish, AtEnd):
                     self.progress.end()
                 return
 
     def finish(self) -> None:
-        while not isinstance(wish := self._turns.awaited(), Ended):
+        while not isinstance(wish := self._turns.awaited(), AtEnd):
             self._turns.grant(self.deal.next_epoch() if isinstance(wish, Place) else None)
 
     @staticmethod
@@ -171,7 +171,7 @@ class LoopData(TrainingData):
         self.step_done()
         while True:
             wish = self._turns.awaited()
-            if isinstance(wish, Ended):
+            if isinstance(wish, AtEnd):
                 return None
             if isinstance(wish, Place):
                 self._turns.grant(self.progress.epoch if self._ahead is None else self._ahead.epoch)

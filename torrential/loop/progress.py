@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 from torrential.data.deal import Batch
+from torrential.errors import NonFiniteLoss
+from torrential.loop.dealing import KeptDeal
 from torrential.loop.turns import TakeStep, Turns
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.saving import Saving
@@ -27,8 +30,19 @@ class LoopProgress(TrainingProgress):
     def loss_scale(self, joined: int) -> float:
         return 1.0
 
+    def refuse(self, loss: float, batch: Batch | None = None, worker: int | None = None, joined: int = 0) -> NoReturn:
+        rank = self._comm.rank if worker is None else worker
+        remedy = "lower the script's learning rate, clip with run.clip_grad_norm_, or look for nan in the data"
+        raise NonFiniteLoss(self.step + 1, rank, loss, remedy)
+
     def finished(self) -> bool:
-        return self.ended or super().finished()
+        if self.ended or self.stopped or self._data.enough():
+            return True
+        deal = self._data.deal
+        over = (deal.next_epoch() if isinstance(deal, KeptDeal) else deal.epoch) >= self._config.epochs
+        if isinstance(self.turns.wish, TakeStep):
+            return False  # one more step on the last samples
+        return over or self._data.used_up
 
     def end(self) -> None:
         """The script has come to its end, and with it this member's steps."""
@@ -47,7 +61,7 @@ class LoopProgress(TrainingProgress):
         if isinstance(self.turns.wish, TakeStep):
             return False
         if every is None:
-            due = deal.cursor == 0 and not _owed(deal)
+            due = deal.cursor == 0 and not (isinstance(deal, KeptDeal) and deal.owed)
         else:
             due = self.step == self._kept or self.step // every > self._kept // every
         if due:
@@ -62,7 +76,3 @@ class LoopProgress(TrainingProgress):
         if self._due is not None:
             super()._save_when_due(*self._due)
             self._due = None
-
-
-def _owed(deal: object) -> bool:
-    return bool(getattr(deal, "owed", ()))

@@ -20,7 +20,7 @@ from torrential.data.deal import Batch
 from torrential.errors import BadInput, RunFailed
 from torrential.loop.data import LoopData
 from torrential.loop.optimizer import BackwardLosses, parameters_of
-from torrential.loop.turns import Ended, NextBatch, Place, TakeStep, Turns
+from torrential.loop.turns import AtEnd, NextBatch, Place, TakeStep, Turns
 from torrential.params.base import flat_gradient
 from torrential.params.layout import Bucket
 from torrential.params.local import LocalParameters
@@ -110,7 +110,7 @@ class LoopReplica(ModelReplica):
         self._weight = batches[-1].weight
         while True:
             wish = turns.awaited()
-            if isinstance(wish, Ended):
+            if isinstance(wish, AtEnd):
                 raise ScriptEnded
             if isinstance(wish, Place):
                 turns.grant(batches[0].epoch)

@@ -28,13 +28,13 @@ from torrential.loop.blueprint import Blueprint, describe_model, join_models, lo
 from torrential.loop.context import LoopContext
 from torrential.loop.loader import DealtLoader, check_loader, shuffles
 from torrential.loop.optimizer import BackwardLosses, replace_step, spec_of_all
-from torrential.loop.turns import Ended, NextBatch, Place, TakeStep, Turns
+from torrential.loop.turns import AtEnd, NextBatch, Place, TakeStep, Turns
 from torrential.randomness import TRAINING, seed_all
 
-_current: Run | None = None  # of a process that a launch has started
+_current: ScriptRun | None = None  # of a process that a launch has started
 
 
-class Run:
+class ScriptRun:
     """A run as a script takes part in it. This one is of a script that was started by itself: a plain loop."""
 
     rank = 0
@@ -115,15 +115,15 @@ class Run:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
-def join() -> Run:
+def join() -> ScriptRun:
     """The run that this script takes part in; alone, a plain loop."""
     if _current is None:
-        return Run()
+        return ScriptRun()
     _current.asked_for = True
     return _current
 
 
-def enter(run: Run) -> None:
+def enter(run: ScriptRun) -> None:
     """Have `join` give this run."""
     global _current
     _current = run
@@ -133,7 +133,7 @@ class TrialDone(BaseException):
     """A trial has come to the first batch or step."""
 
 
-class Trial(Run):
+class TrialRun(ScriptRun):
     """The trial of a script: it ends where training would begin."""
 
     def __init__(self, workers: int) -> None:
@@ -163,7 +163,7 @@ class Trial(Run):
         return blueprint_of(self, self._epochs)
 
 
-def blueprint_of(run: Run, epochs: int | None) -> Blueprint:
+def blueprint_of(run: ScriptRun, epochs: int | None) -> Blueprint:
     """What a script has prepared; refuses what no run can be made of."""
     missing = [
         what
@@ -192,7 +192,7 @@ def blueprint_of(run: Run, epochs: int | None) -> Blueprint:
     )
 
 
-class LaunchedRun(Run):
+class WorkerRun(ScriptRun):
     """A worker's part in a run: the strategy's program begins at the first batch, step or question."""
 
     def __init__(
@@ -200,7 +200,7 @@ class LaunchedRun(Run):
         blueprint: Blueprint,
         config: RunConfig,
         rank: int,
-        start: Callable[[LaunchedRun], LoopContext],
+        start: Callable[[WorkerRun], LoopContext],
         play: Callable[[LoopContext], None],
         stop: Callable[[], None],
         reaches: Callable[[float], bool],
@@ -301,4 +301,4 @@ class LaunchedRun(Run):
         """The script has come to its end; returns when the run has."""
         if self.context is None:
             raise BadInput("the script has ended without a batch; iterate over the prepared loader")
-        self.turns.ask(Ended())
+        self.turns.ask(AtEnd())

@@ -37,11 +37,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Ended:
+class AtEnd:
     """The script has come to its end."""
 
 
-Wish = NextBatch | TakeStep | Place | Ended
+Wish = NextBatch | TakeStep | Place | AtEnd
 
 
 class Turns:

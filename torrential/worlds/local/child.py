@@ -17,7 +17,7 @@ from torrential.comm.protocol import address_of
 from torrential.data.deal import order_of
 from torrential.data.loaders import LoaderProcess, Loaders, ReadBatch, end_loaders, fork_loaders, reader
 from torrential.errors import RunFailed
-from torrential.loop.session import LaunchedRun
+from torrential.loop.session import WorkerRun
 from torrential.server.messages import Message
 from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
@@ -88,7 +88,7 @@ def _build(
     link: SupervisorLink,
     post: Post,
     processes: Sequence[LoaderProcess] = (),
-    run: LaunchedRun | None = None,
+    run: WorkerRun | None = None,
 ) -> RoleContext:
     """The context of a role's program, which takes part from here on. `run`: that of the worker's script."""
     role = _role(job, spawn.role)

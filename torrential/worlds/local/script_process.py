@@ -44,14 +44,14 @@ def play_script(
     loop: OwnLoop,
     rank: int,
     link: SupervisorLink,
-    build: Callable[[session.LaunchedRun], RoleContext],
+    build: Callable[[session.WorkerRun], RoleContext],
 ) -> None:
     """Run the script; the strategy's program begins at its first batch."""
     config = job.config
     roles = job.strategy.roles(config.workers, config.servers)
     program = next(role.program for role in roles if isinstance(role, Role) and role.name == "worker")
     link.route(lambda item: None, m.Noted)  # a report is on record: nobody waits for that
-    run = session.LaunchedRun(
+    run = session.WorkerRun(
         loop.blueprint,
         config,
         rank,
@@ -104,7 +104,7 @@ def try_script(spawn: Spawn) -> int:
 
 
 def _prepared(script: Script, workers: int) -> object:
-    trial = session.Trial(workers)
+    trial = session.TrialRun(workers)
     session.enter(trial)
     try:
         scripts.play(script)
