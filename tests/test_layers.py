@@ -18,7 +18,8 @@ LAYERS = [
     {"params", "server", "membership"},
     {"strategies"},
     {"checkpoint", "trainer"},
-    {"worlds", "tryout", "resolve", "opening", "run", "progress", "terminal", "completion"},
+    {"worlds", "tryout", "limits", "listeners", "resolve", "opening", "run", "exporting", "progress", "terminal"}
+    | {"completion"},
     {"study", "bench", "testing"},
     {"reporting", "cli", "__main__"},
 ]

@@ -13,6 +13,11 @@ TYPE_CHECKING = False  # type checkers know better; nothing more is imported bef
 if TYPE_CHECKING:
     from torrential.data.deal import Batch
     from torrential.errors import TorrentialError
+    from torrential.exporting import export
+    from torrential.listeners.base import Listener, RunHandle
+    from torrential.listeners.mlflow import MLflow
+    from torrential.listeners.tensorboard import TensorBoard
+    from torrential.listeners.wandb import WandB
     from torrential.records import read_records
     from torrential.reporting.page import report
     from torrential.run import TrainResult, train
@@ -46,20 +51,26 @@ __all__ = [
     "Ddp",
     "Decision",
     "Downpour",
+    "Listener",
+    "MLflow",
     "Role",
     "Roles",
+    "RunHandle",
     "Servers",
     "Shard",
     "Ssp",
     "Strategy",
     "Task",
+    "TensorBoard",
     "TorrentialError",
     "TrainResult",
     "View",
     "Vote",
+    "WandB",
     "__version__",
     "accuracy",
     "compare",
+    "export",
     "load_task",
     "optimizer",
     "read_records",
@@ -79,19 +90,25 @@ _HOME = {
     "Ddp": "torrential.strategies.ddp",
     "Decision": "torrential.strategies.context",
     "Downpour": "torrential.strategies.downpour",
+    "Listener": "torrential.listeners.base",
+    "MLflow": "torrential.listeners.mlflow",
     "Role": "torrential.strategies.roles",
     "Roles": "torrential.strategies.roles",
+    "RunHandle": "torrential.listeners.base",
     "Servers": "torrential.strategies.roles",
     "Shard": "torrential.server.shard",
     "Ssp": "torrential.strategies.ssp",
     "Strategy": "torrential.strategies.base",
     "Task": "torrential.task",
+    "TensorBoard": "torrential.listeners.tensorboard",
     "TorrentialError": "torrential.errors",
     "TrainResult": "torrential.run",
     "View": "torrential.server.messages",
     "Vote": "torrential.strategies.context",
+    "WandB": "torrential.listeners.wandb",
     "accuracy": "torrential.task",
     "compare": "torrential.study.compare",
+    "export": "torrential.exporting",
     "load_task": "torrential.tasks",
     "optimizer": "torrential.task",
     "read_records": "torrential.records",

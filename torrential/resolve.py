@@ -19,6 +19,7 @@ from torrential.config import WORLDS, LocalSettings, Recipe, RunConfig, SimSetti
 from torrential.data.resize import Resize
 from torrential.descriptors import check_descriptors
 from torrential.errors import BadInput, UnknownName
+from torrential.limits import check_target, idle_patience
 from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe, without_effect
 from torrential.optim.schedule import schedule_of
 from torrential.options import make
@@ -114,6 +115,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         cluster=cluster,
         base_batch=recipe.base_batch or asked.task.batch_size,
         samples_per_step=joined,
+        minimize=not task.maximize,
     )
     changes, warnings = _check_recipe(config, strategy, task, model, sample, asked)
     return ResolvedRun(config, task, strategy, changes, warnings)
@@ -137,8 +139,7 @@ def _check_numbers(asked: RunRequest, task: Task) -> None:
     for name, value in (("workers", asked.workers), ("steps", asked.steps)):
         if value is not None and value < 1:
             raise BadInput(f"--{name} must be at least 1 (given: {value})")
-    if task.target is not None and task.metric_name == "accuracy" and not 0 <= task.target <= 1:
-        raise BadInput(f"an accuracy is between 0 and 1 (target: {task.target}); try --target 0.97")
+    check_target(task.target, task)
     samples = len(task.train)  # type: ignore[arg-type]
     if asked.workers > samples:
         raise BadInput(
@@ -257,6 +258,9 @@ def _check_simulation(asked: RunRequest, settings: SimSettings, servers: int, de
         raise BadInput(
             f"nothing is learnt with gradients=off, so no target is reached (target: {asked.target:g}); drop one"
         )
+    if settings.gradients == "off" and (settings.patience or settings.keep_best):
+        given = f"patience: {settings.patience}" if settings.patience else f"keep_best: {settings.keep_best}"
+        raise BadInput(f"nothing is evaluated or saved with gradients=off ({given}); drop one")
     if settings.processes and (settings.gradients == "off" or device != "cpu"):
         what = "gradients=off" if settings.gradients == "off" else f"device: {device}"
         raise BadInput(f"processes compute gradients on this machine's cores ({what}); leave processes out")
@@ -318,6 +322,7 @@ def _check_recipe(
     adapted = adapt_optimizer(recipe, task.optimizer, model)
     replaced = _servers_optimizer(config, strategy, adapted, asked)
     warnings = without_effect(recipe, asked.options, schedule, config.batch_size, model) + replaced
+    warnings += idle_patience(config)
     if recipe.layerwise == "lars" and asked.lr is None:
         warnings.append(
             f"LARS wants a much larger rate than SGD, 10 to 100 times (the task's: {config.lr:g}); "
