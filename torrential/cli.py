@@ -123,6 +123,7 @@ def train(
     with _launching(local=world != "sim" and cluster is None) as launch:
         from torrential import records, run
         from torrential.data import find
+        from torrential.limits import OF_SETTINGS
         from torrential.listeners.loggers import make_loggers
         from torrential.opening import open_run, resume_run
         from torrential.progress import final_table
@@ -142,6 +143,7 @@ def train(
             }
             kept |= {"seed": seed, "device": device, "world": world, "cluster": cluster}
             changed = [f"--{name}" for name, value in kept.items() if value is not None]
+            changed += [f"--set {name}" for name in options if name not in OF_SETTINGS]
             if changed:
                 raise BadInput(f"a resumed run keeps its options; leave out {', '.join(changed)}")
             limits = options | _given(epochs=epochs, steps=steps, target=target)

@@ -23,11 +23,11 @@ class WandB(Listener):
         """`options`: further arguments of wandb.init, such as entity, tags or mode."""
         need("wandb", "Weights & Biases")
         self._project, self._options = project, options
-        if "mode" not in options:
-            import wandb
+        import wandb
 
+        if options.get("mode", wandb.setup().settings.mode) == "online":
             try:
-                wandb.login(verify=False)  # here, where it may ask for a key; offline it asks for none
+                wandb.login(verify=False)  # here, where it may ask for a key
             except wandb.Error as error:
                 raise BadInput(
                     f"wandb: {in_words(error)}; to log without an account, set WANDB_MODE=offline"
