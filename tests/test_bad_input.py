@@ -330,7 +330,7 @@ def test_a_file_that_trains_when_it_is_imported(
     path = write(tmp_path, TRAINS)
     assert refused("train", path, "--out", tmp_path / "out") == (
         f"{path}:{line_of(TRAINS, 'tt.train')}: mine.py trains when it is imported; run it with `python mine.py`, "
-        'or put tt.train under `if __name__ == "__main__":`\n'
+        'or put that under `if __name__ == "__main__":`\n'
     )
     guarded = TRAINS.replace("print", "if __name__ == '__main__': print")
     with pytest.raises(AssertionError, match="as far as the world"):  # of what is not bad input
@@ -397,7 +397,7 @@ def ending(directory: Path, where: str, how: str) -> Path:
 
 
 ENDED = (
-    "the task's code ended the command before it was done (exit status {}, as by os._exit); "
+    "the command exited with status {} before it was done, as by os._exit in the task's code; "
     "look for that in the model, the loss, the data sets and what they import\n"
 )
 
@@ -408,7 +408,7 @@ def test_a_task_that_ends_the_process_does_not_end_the_command(
     where: str, status: int, run_cli: Cli, tmp_path: Path
 ) -> None:
     path = ending(tmp_path, where, f"os._exit({status})")
-    message = one_message(run_cli("train", path, "--out", tmp_path / "out"), 1, only=True)
+    message = one_message(run_cli("train", path, "--out", tmp_path / "out"), 2, only=True)
     assert message == ENDED.format(status)
     assert not (tmp_path / "out").exists()
 
@@ -447,12 +447,13 @@ def test_a_task_that_exits_is_bad_input(where: str, part: str, refused: Callable
     [
         (
             "step",
-            "all workers are gone (worker {} exited with status 0, as by os._exit in the task's code); no checkpoint "
-            "was made yet; go on with",
+            "all workers are gone (worker {} exited with status 0, as by os._exit in the task's code; look for that in "
+            "the model, the loss, the data sets and what they import); no checkpoint was made yet",
         ),
         (
             "evaluation",
-            "the observer died 3 times (the last one exited with status 0, as by os._exit in the task's code); go on",
+            "the observer died 3 times (the last one exited with status 0, as by os._exit in the task's code; look for "
+            "that in the model, the loss, the data sets and what they import); go on",
         ),
     ],
 )
@@ -565,14 +566,17 @@ def test_resuming_with_other_options(refused: Callable[..., str], tmp_path: Path
     assert "--lr" in message and "--set" in message
 
 
-@pytest.mark.parametrize("what", ["directory", "manifest", "task"])
+@pytest.mark.parametrize("what", ["directory", "manifest", "task", "task's directory"])
 @pytest.mark.parametrize("how", ["another user's", "open to everybody"])
 def test_resuming_runs_no_code_that_others_may_have_chosen(
     what: str, how: str, refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = write(tmp_path, f"{HEAD}\nfrom pathlib import Path\nPath(__file__ + '.run').touch()\ntask = make()")
+    (tmp_path / "tasks").mkdir()
+    task = write(
+        tmp_path / "tasks", f"{HEAD}\nfrom pathlib import Path\nPath(__file__ + '.run').touch()\ntask = make()"
+    )
     run = finished_run(tmp_path / "run", source=str(task))
-    path = {"directory": run, "manifest": run / records.MANIFEST, "task": task}[what]
+    path = {"directory": run, "manifest": run / records.MANIFEST, "task": task, "task's directory": task.parent}[what]
     if how == "open to everybody":
         path.chmod(path.stat().st_mode | 0o002)
         said = f"everybody can write to {path} (mode: "

@@ -37,6 +37,7 @@ main()
         ("torrential train digits --set tra", ["transport="]),
         ("torrential train digits --world sim --set tra", ["trace="]),
         ("torrential train digits --strategy ssp --set st", ["staleness="]),
+        ("torrential train digits --strategy ssp --set al", []),
         ("torrential strategies do", ["downpour"]),
         ("torrential compare digits --strategies allreduce,s", ["allreduce,ssp"]),
         ("torrential compare digits --set push", ["push_every="]),

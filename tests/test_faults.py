@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,11 +20,15 @@ import pytest
 from command import Command
 
 from torrential import run as running
+from torrential.comm.protocol import address_of
 from torrential.errors import RunFailed
 from torrential.membership import liveness
+from torrential.membership.roles import Who
 from torrential.records import Evaluation, Event, Record, Step, Summary, read_records
 from torrential.worlds.local import warm
+from torrential.worlds.local.crew import Process
 from torrential.worlds.local.launch import Launch
+from torrential.worlds.local.supervisor import _Supervision
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -446,3 +451,19 @@ def test_a_run_killed_again_and_again_ends_in_the_same_bytes(start: Callable[...
 
 def evaluated(run: Run) -> int:
     return sum(isinstance(r, Evaluation) for r in run.records())
+
+
+def test_a_role_that_dies_before_its_first_word_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by an attacker: the replacement joined the processes that were being gone through."""
+    who = [Who(address_of("server", 0), life) for life in (0, 1)]
+    supervision = object.__new__(_Supervision)
+    supervision._statuses = {}
+    supervision._crew = SimpleNamespace(processes={who[0]: Process(who[0], pid=7)})  # type: ignore[assignment]
+
+    def replace(self: _Supervision, process: Process, how: Any) -> None:
+        assert (process.who, how) == (who[0], "was ended by SIGKILL")
+        self._crew.processes[who[1]] = Process(who[1], pid=8)
+
+    monkeypatch.setattr(_Supervision, "_lost", replace)
+    supervision._ended(7, -signal.SIGKILL)
+    assert list(supervision._crew.processes) == who

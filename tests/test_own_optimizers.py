@@ -52,6 +52,31 @@ class ByMark(torch.optim.SGD):
         super().__init__([{"params": some, "weight_decay": decay} for decay, some in groups.items()], lr=lr)
 
 
+class Slow(nn.Parameter):
+    """A model's own class of parameters."""
+
+
+class ByClass(torch.optim.SGD):
+    """A hundredth of the rate for parameters of a class."""
+
+    per_parameter = True
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__([{"params": [p], "lr": lr / 100 if isinstance(p, Slow) else lr} for p in params], lr=lr)
+
+
+class FixedState(torch.optim.SGD):
+    """Keeps three numbers for a parameter, whatever its shape: as many elements as a trial's vectors have."""
+
+    per_parameter = True
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["three"] = torch.ones(3)
+        return super().step(closure)
+
+
 class ByPlace(torch.optim.SGD):
     """The later a parameter comes, the faster it learns."""
 
@@ -258,6 +283,21 @@ class Marked(nn.Module):
         return self.leave(self.enter(inputs).tanh())
 
 
+class OfTwoClasses(Marked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave.weight = Slow(self.leave.weight.detach())
+
+
+class Vectors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs * self.scale)[:, :4]
+
+
 def matrices() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 24, bias=False), nn.Tanh(), nn.Linear(24, 4, bias=False))
 
@@ -313,6 +353,7 @@ def test_groups_by_shape_with_several_workers_and_servers(tmp_path: Path) -> Non
     ("kind", "model"),
     [
         (ByMark, Marked),
+        (ByClass, OfTwoClasses),
         (Counting, None),
         (ByShape, images),
         ("muon", matrices),
@@ -382,6 +423,11 @@ def test_what_no_server_or_no_run_can_do_is_refused(kind: Any, strategy: str, sa
     with pytest.raises(BadInput, match=said):
         run(task_with(kind), tmp_path / "run", strategy, workers=2)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_state_that_has_the_shape_of_a_trials_tensors_by_chance_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"FixedState cannot be .* server: its state 'three' is of another shape than"):
+        run(task_with(FixedState, Vectors), tmp_path / "run", "ssp")
 
 
 @pytest.mark.parametrize("kind", [Clearing, ClearingOfItsOwn])

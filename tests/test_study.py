@@ -350,6 +350,18 @@ def test_a_plain_directory_of_runs(tmp_path):
     assert found.maximize and found.problems == []
 
 
+def test_a_rate_is_named_where_runs_of_one_strategy_differ_in_it(tmp_path):
+    """A strategy may have a rate of its own, which nobody has set."""
+    for name, given in {
+        "a": config("allreduce"),
+        "d": config("downpour", lr=0.01),
+        "s": config("downpour", lr=0.02),
+    }.items():
+        write_run(tmp_path / name, given, 1.0)
+    names = [entry.name for entry in read_study(tmp_path).entries]
+    assert names == ["allreduce", "downpour:lr=0.01", "downpour:lr=0.02"]
+
+
 def test_one_run(tmp_path):
     write_run(tmp_path / "one", config(), 2.0)
     found = read_study(tmp_path / "one")

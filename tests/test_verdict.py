@@ -139,6 +139,8 @@ def test_trials_are_added_until_the_soonest_is_known():
         "not a result: undecided after 5 trials each, and up to 20 may be made; go on with: torrential compare "
         "--resume nowhere"
     ]
+    once = judge(study({"a": [1.0, 1.1, 1.2, 1.3, 1.4], "b": [5.0, 5.1, 5.2, 5.3, 5.4]}, looks=[5]))
+    assert once.pairs[0].p == pytest.approx(2 / 252) and "p-values are" not in " ".join(once.rules)  # one test
     last = study(close, looks=[5])
     assert is_decided(last) and "no difference seen" in judge(last).sentences[0]
     assert is_decided(study({"a": [None] * 5, "b": [None] * 5}, looks=looks))  # more of the same would tell nothing

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from torrential import completion, descriptors, processes, streams
-from torrential.errors import INTERRUPTS, BadInput, Terminated, TorrentialError
+from torrential.errors import BY_THE_TASK, INTERRUPTS, BadInput, Terminated, TorrentialError
 from torrential.study import command as studies
 from torrential.terminal import Terminal, check_output, printable, printable_json
 from torrential.version import __version__
@@ -387,16 +387,13 @@ def main() -> None:
     """
     streams.keep()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    code, finished = processes.run_in_child(carry_out)
+    code, finished, begun = processes.run_in_child(carry_out)
     if code < 0:
         _err.fail(f"the command was ended by {signal.Signals(-code).name}; what a run had recorded is in its directory")
         code = 128 - code
     elif not finished:
-        _err.fail(
-            f"the task's code ended the command before it was done (exit status {code}, as by os._exit); look for that "
-            "in the model, the loss, the data sets and what they import"
-        )
-        code = 1
+        _err.fail(f"the command exited with status {code} before it was done, {BY_THE_TASK}")
+        code = 1 if begun else 2
     os._exit(code)  # this process has nothing to take down
 
 
@@ -443,7 +440,9 @@ def carry_out() -> int:
         else:
             raise
     sys.stdout.flush()  # whoever leaves with a code does so at once
-    return code or check_output(_err, " (the records of a run are complete all the same)")
+    return code or check_output(
+        _err, " (the records of a run are complete all the same)" if processes.has_begun() else ""
+    )
 
 
 def _check_arguments() -> None:

@@ -44,7 +44,7 @@ def devices(incomplete: str) -> list[str]:
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
     """The options that --set takes with the strategy and the world that were given; where several may be meant, those
     of any."""
-    from torrential.config import WORLDS, Recipe
+    from torrential.config import WORLDS, Recipe, without_effect
 
     given = ctx.params.get("strategy") or ("" if "strategies" in ctx.params else "allreduce")
     files = [Path(given.partition(":")[0])] if given.partition(":")[0].endswith(".py") else [STRATEGIES / f"{given}.py"]
@@ -54,6 +54,8 @@ def settings(ctx: typer.Context, incomplete: str) -> list[str]:
     kinds = [WORLDS[world]] if world in WORLDS else list(WORLDS.values())
     found = {option for file in files for option in _own_options(file)}
     found |= {option for kind in (*kinds, Recipe) for option in kind.__struct_fields__}
+    if len(files) == 1:
+        found -= without_effect(with_servers="Servers(" in files[0].read_text(errors="replace"))
     return _beginning((f"{option}=" for option in sorted(found)), incomplete)
 
 

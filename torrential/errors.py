@@ -22,6 +22,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+BY_THE_TASK = (
+    "as by os._exit in the task's code; look for that in the model, the loss, the data sets and what they import"
+)
+"""What is said of an exit status that none of our own code gives."""
+
 
 class Terminated(BaseException):
     """SIGTERM as an exception, so that everything is cleaned up on the way out."""

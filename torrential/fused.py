@@ -19,7 +19,7 @@ _KINDS = {  # with a fused kernel, by the kind of device it exists on
 }
 _ELEMENTS = 100  # more than one vector register holds, and a remainder: kernels take the two in different ways
 _STEPS = 3
-_ROUNDINGS = 8  # of the dtype: how far apart two ways to compute the same may come in so many steps
+_ROUNDINGS = 8  # of single precision and better: how far apart two ways to compute the same may come in so many steps
 
 _found: dict[tuple[Any, ...], bool] = {}
 
@@ -46,6 +46,8 @@ def _try(kind: type[torch.optim.Optimizer], dtype: torch.dtype, device_type: str
     except RuntimeError:
         return False  # torch has no such kernel for this dtype
     ordinary = _moved(kind, dtype, device_type, options | {"foreach": False})
+    if dtype.itemsize < 4:  # a kernel that computes in wider numbers drifts away, by 1.5 within 1,500 steps of AdamW
+        return all(torch.equal(a, b) for a, b in zip(fused, ordinary, strict=True))
     far = _ROUNDINGS * torch.finfo(dtype).eps
     return all(torch.allclose(a.double(), b.double(), rtol=far, atol=far) for a, b in zip(fused, ordinary, strict=True))
 

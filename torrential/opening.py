@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from torrential import checkpoint as checkpoints
-from torrential import records
+from torrential import processes, records
 from torrential.config import RunConfig, read_config
 from torrential.errors import BadInput
 from torrential.limits import check_target, differences, extended, idle_patience, jumps, reached
@@ -58,6 +58,7 @@ def _begin(directory: Path, manifest: records.Manifest) -> None:
     try:
         records.check_new_directory(directory)
         records.write_manifest(directory, manifest)
+        processes.mark_begun()
     except BaseException:
         unlock(directory)
         raise

@@ -55,15 +55,31 @@ def end_with(parent: int) -> None:
         os._exit(1)  # it ended before we asked
 
 
-def run_in_child(work: Callable[[], int]) -> tuple[int, bool]:
+_progress: mmap.mmap | None = None  # of the work in a child: two bytes that both processes see
+_FINISHED, _BEGUN = 0, 1
+
+
+def mark_begun() -> None:
+    """Say that from here on the work of this child leaves something behind."""
+    if _progress is not None:
+        _progress[_BEGUN] = 1
+
+
+def has_begun() -> bool:
+    """Whether the work of this child has been marked as begun."""
+    return _progress is not None and bool(_progress[_BEGUN])
+
+
+def run_in_child(work: Callable[[], int]) -> tuple[int, bool, bool]:
     """Do `work`, which gives an exit code, in a forked child; return the child's exit code (minus the signal's number
-    if one ended it) and whether `work` came to its end.
+    if one ended it), whether `work` came to its end, and whether it had marked that it has begun.
 
     Whatever calls os._exit in `work`, or crashes, ends the child alone: the parent is there to say so. An interrupt at
     the terminal reaches both, and what other processes send to the parent is passed on. Only the child returns by
     leaving the interpreter.
     """
-    finished = mmap.mmap(-1, 1)  # shared
+    global _progress
+    _progress = progress = mmap.mmap(-1, 2)  # shared
     awaited = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
@@ -75,7 +91,7 @@ def run_in_child(work: Callable[[], int]) -> tuple[int, bool]:
         try:
             code = work()
         finally:
-            finished[0] = 1
+            progress[_FINISHED] = 1
         os._exit(code) if code else sys.exit(0)
     while True:
         sent = signal.sigwaitinfo(awaited)
@@ -85,4 +101,4 @@ def run_in_child(work: Callable[[], int]) -> tuple[int, bool]:
             continue
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            return os.waitstatus_to_exitcode(status), bool(finished[0])
+            return os.waitstatus_to_exitcode(status), bool(progress[_FINISHED]), bool(progress[_BEGUN])

@@ -73,7 +73,7 @@ def refuse_training() -> None:
     path = _loading.get()
     if path is not None:
         raise BadInput(
-            f"{path.name} trains when it is imported; run it with `python {path.name}`, or put tt.train under "
+            f"{path.name} trains when it is imported; run it with `python {path.name}`, or put that under "
             '`if __name__ == "__main__":`'
         )
 

@@ -91,12 +91,14 @@ def check_own(record: Path, spec: str, remedy: str) -> None:
     """Refuse to go on with what is recorded in a directory, unless it is the caller's own.
 
     The record names a task or a strategy, and loading it may run a file. So nobody else may have written the record, or
-    be able to write to it, its directory, or the file; which may belong to root.
+    be able to write to it, its directory, the file, or the file's directory, which it imports from; the last two may
+    belong to root.
     """
     file = Path(split_spec(spec)[0])
-    for path in (record.parent, record, *([file] if file.is_file() else [])):
+    run = [file, file.resolve().parent] if file.is_file() else []
+    for path in (record.parent, record, *run):
         status = path.stat()
-        allowed = (os.geteuid(), 0) if path == file else (os.geteuid(),)
+        allowed = (os.geteuid(), 0) if path in run else (os.geteuid(),)
         why = f"the Python file that {record.name} names would be run; {remedy}"
         if status.st_uid not in allowed:
             raise BadInput(f"{path} is not yours (owner: {_user(status.st_uid)}), and {why}")

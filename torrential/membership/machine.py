@@ -324,7 +324,7 @@ class Membership:
         self._observing.gone(member)
         if not roll.workers and (begun or not roll.is_starting("worker")) and not self._comes_back(member):
             said = f"all workers are gone ({member.name} {in_words(how)})"
-            raise RunFailed(f"{said}; {self._rules.saved()}; {self._rules.remedy}")
+            raise RunFailed(f"{said}; {self._rules.going_on()}")
         self._replace(member)
         if not begun:
             self._begin_if_all_are_there()

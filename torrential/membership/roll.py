@@ -40,8 +40,8 @@ class Rules:
     """The algorithm by which workers sum, to be named where all wait for one another."""
     remedy: str = "run again"
     """The advice after a failure."""
-    saved: Callable[[], str] = lambda: "no checkpoint was made yet"
-    """Says which checkpoint is the last good one."""
+    going_on: Callable[[], str] = lambda: "no checkpoint was made yet"
+    """Says which checkpoint is the last good one, and how to go on from it."""
 
 
 @dataclass(eq=False)

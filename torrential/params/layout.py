@@ -26,6 +26,7 @@ class ParameterEntry:
     dtype: torch.dtype
     start: int  # in the flat vector of its dtype
     marks: Mapping[str, Any] = field(default_factory=dict, compare=False)  # attributes that the model has given it
+    kind: type[nn.Parameter] = nn.Parameter
 
     @property
     def stop(self) -> int:
@@ -87,7 +88,9 @@ def plan(model: nn.Module, bucket_bytes: int, names: Mapping[str, str] | None = 
     for name, parameter in reversed(named):
         dtype = parameter.dtype
         start = sizes.get(dtype, 0)
-        entry = ParameterEntry(len(entries), name, parameter.shape, dtype, start, dict(vars(parameter)))
+        entry = ParameterEntry(
+            len(entries), name, parameter.shape, dtype, start, dict(vars(parameter)), type(parameter)
+        )
         sizes[dtype] = -(-entry.stop // ALIGNMENT) * ALIGNMENT
         entries.append(entry)
         if not groups or filled >= bucket_bytes or groups[-1][0].dtype != dtype:

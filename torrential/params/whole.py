@@ -103,8 +103,8 @@ def in_order(layout: Layout) -> list[ParameterEntry]:
 
 
 def as_parameter(entry: ParameterEntry, tensor: Tensor) -> nn.Parameter:
-    """`tensor` in the place of the model's parameter, with the attributes that the model has given that one."""
-    parameter = nn.Parameter(tensor)
+    """`tensor` in the place of the model's parameter: of its class, with the attributes that the model has given it."""
+    parameter: nn.Parameter = Tensor._make_subclass(entry.kind, tensor, True)
     vars(parameter).update(entry.marks)
     return parameter
 
@@ -113,9 +113,15 @@ class _Trial:
     """An optimizer on small tensors that stand for some of the model's, which begin alike in every trial."""
 
     def __init__(
-        self, spec: OptimizerSpec, entries: Sequence[ParameterEntry], device_type: str, size: float = 1.0
+        self,
+        spec: OptimizerSpec,
+        entries: Sequence[ParameterEntry],
+        device_type: str,
+        size: float = 1.0,
+        most: int = _MOST,
     ) -> None:
-        self._entries, self._device, self._size = entries, device_type, size  # `size`: of gradients
+        """`size`: of gradients; `most`: elements along each dimension."""
+        self._entries, self._device, self._size, self._most = entries, device_type, size, most
         self.parameters = [as_parameter(e, self._values(e, 0)) for e in entries]
         self.optimizer = spec.build(self.parameters, device_type, [e.name for e in entries])
         self._rates, self._base = Rates(self.optimizer, spec.lr), spec.lr
@@ -123,7 +129,7 @@ class _Trial:
 
     def _values(self, entry: ParameterEntry, number: int) -> Tensor:
         random = torch.Generator().manual_seed(entry.index * (_STEPS + 1) + number)
-        shape = [min(size, _MOST) for size in entry.shape]
+        shape = [min(size, self._most) for size in entry.shape]
         return torch.randn(shape, generator=random).to(self._device, entry.dtype)
 
     def step(self, number: int, share: float = 1.0) -> None:
@@ -170,7 +176,7 @@ def _try(spec: OptimizerSpec, entries: list[ParameterEntry], device_type: str) -
     return OptimizerTraits(
         elements={e.index: tuple(k for k, v in s.items() if _of_elements(k, v, p)) for e, p, s in together.states()},
         numbers=_numbers(together),
-        others=_others(together),
+        others=_others(together) or _fixed(together, _Trial(spec, entries, device_type, most=_MOST + 1).run()),
         separable=_separable(spec, entries, device_type),
         per_parameter=_is_per_parameter(spec.kind),
         outside=_outside(spec, entries, device_type, together),
@@ -301,6 +307,15 @@ def _numbers(trial: _Trial) -> dict[str, Number]:
             if is_number(value) and not _of_elements(key, value, parameter):
                 found[key] = value.dtype if torch.is_tensor(value) else type(value)
     return found
+
+
+def _fixed(trial: _Trial, larger: _Trial) -> str | None:
+    """A state that had the shape of its tensor by chance, in words: it is not that of a larger one."""
+    for (_, small, state), (_, large, grown) in zip(trial.states(), larger.states(), strict=True):
+        for key, value in state.items():
+            if _of_elements(key, value, small) and key in grown and not _of_elements(key, grown[key], large):
+                return f"its state {key!r} is of another shape than the parameter"
+    return None
 
 
 def _others(trial: _Trial) -> str | None:

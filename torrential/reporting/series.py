@@ -150,7 +150,8 @@ def slowness(work: StepColumns) -> dict[int, float]:
     total = np.bincount(work.worker, work.length)
     counted = work.updates.by_worker
     seen = np.unique(work.worker).tolist()
-    units = {worker: counted[worker] if counted.total() else float(total[worker]) for worker in seen}
+    by_updates = counted.total() > 0
+    units = {worker: counted[worker] if by_updates else float(total[worker]) for worker in seen}
     each = {worker: float(compute[worker]) / unit for worker, unit in units.items() if unit > 0}
     typical = median_low(each.values()) if each else 0.0
     return {worker: value / typical for worker, value in each.items()} if typical > 0 else {}

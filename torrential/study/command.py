@@ -48,7 +48,7 @@ def add(
         strategies: Annotated[
             list[str] | None,
             typer.Option(
-                help="Ways to train, as in allreduce,downpour:push_every=5+lr=0.02,mine.py:Mine: options of one entry "
+                help="Ways to train, as in allreduce,ssp:staleness=3,mine.py:Mine; options of one entry "
                 "after ':', joined by '+': those of --set, and lr, batch_size, workers, servers.",
                 show_default=False,
                 autocompletion=completion.strategies,

@@ -199,13 +199,16 @@ def _of_one_task(directory: Path, runs: list[Run], problems: list[str], asked: s
 
 def _group(runs: Sequence[Run], problems: list[str]) -> list[Entry]:
     """Runs that differ in nothing but their seeds are trials of one entry."""
-    common = {name: {str(run.config[name]) for run in runs} for name in ("lr", "batch_size", "epochs", "steps")}
-    varying = [name for name, values in common.items() if len(values) > 1]
+    varying = [name for name in ("batch_size", "epochs", "steps") if len({str(run.config[name]) for run in runs}) > 1]
+    rates = {run.config["strategy"]: set[float]() for run in runs}  # a strategy may have one of its own
+    for run in runs:
+        rates[run.config["strategy"]].add(run.config["lr"])
     several_workers = len({run.config["workers"] for run in runs}) > 1
     groups: dict[str, Entry] = {}
     for run in runs:
         config = run.config
-        options = _set_options(config, problems) | {name: config[name] for name in varying}
+        distinct = [*(["lr"] if len(rates[config["strategy"]]) > 1 else []), *varying]
+        options = _set_options(config, problems) | {name: config[name] for name in distinct}
         cluster = str((config.get("cluster") or {}).get("name", ""))
         where = (config["strategy"], options, config["workers"], config["servers"], config["world"], cluster)
         more = (":" if options else "") + "+".join(f"{option}={value}" for option, value in options.items())

@@ -19,7 +19,7 @@ from torrential.study.faults import late_faults
 from torrential.study.intervals import interval, observed, unevenly_evaluated
 from torrential.study.outlook import listed, measured
 from torrential.study.results import Entry, Study, unit_of_time
-from torrential.study.statistics import FEWEST, LEVEL, LOOKS, Difference, Spread, doubled_ranks, spread
+from torrential.study.statistics import FEWEST, LEVEL, Difference, Spread, doubled_ranks, spread
 from torrential.study.tuning import at_the_edge, best_value, cost
 
 MISSES = 2  # from which on the times of an entry are no result
@@ -144,9 +144,18 @@ def _pairs(study: Study, rows: list[Row]) -> list[Pair]:
     return [replace(pair, sentence=_sentence(study, pair, looks * len(pairs))) for pair in pairs]
 
 
+def _corrected(looks: int) -> str:
+    if looks == 1:
+        return ""
+    return (
+        f"; p-values are times {looks}, and intervals are wider, so that looking often finds no more differences by "
+        "chance than one look would"
+    )
+
+
 def _looks(study: Study) -> int:
     """The number of looks at the data by which p-values are corrected."""
-    return LOOKS if study.looks else 1
+    return len(study.looks) or 1
 
 
 def in_order(rows: list[Row]) -> list[Row]:
@@ -211,8 +220,7 @@ def _rules(study: Study, pairs: list[Pair]) -> list[str]:
     if study.looks:
         rules.append(
             "trials were added until it was decided which entry is soonest, or to the most, with looks planned after "
-            f"{listed([str(trials) for trials in study.looks])} of them; p-values are times {LOOKS}, and intervals are "
-            "wider, so that looking often finds no more differences by chance than one look would"
+            f"{listed([str(trials) for trials in study.looks])} of them" + _corrected(_looks(study))
         )
     rules += measured(study.measured)
     if study.tuning:

@@ -75,3 +75,9 @@ def resuming(directory: Path) -> str:
 def last_good(directory: Path) -> str:
     saved = sorted((directory / "checkpoints").glob("step-*"))
     return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was made yet"
+
+
+def going_on(directory: Path) -> str:
+    """What is left of a run that failed, and how to go on from there; nothing is left before the first checkpoint."""
+    saved = last_good(directory)
+    return saved if saved.startswith("no ") else f"{saved}; {resuming(directory)}"

@@ -23,6 +23,7 @@ from torrential import processes
 from torrential.comm import wire
 
 _PR_SET_NAME = 15
+_SHORT = {"coordinator": "coord"}  # the kernel keeps 15 characters of a name
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
@@ -85,7 +86,7 @@ def preload() -> None:
 def _become(spawn: Spawn, parent: int) -> None:
     """The child's side of the fork."""
     processes.end_with(parent)
-    name = "tt-observer" if spawn.role == "observer" else f"tt-{spawn.role}-{spawn.rank}"
+    name = "tt-observer" if spawn.role == "observer" else f"tt-{_SHORT.get(spawn.role, spawn.role)}-{spawn.rank}"
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides what an interrupt means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -21,13 +21,13 @@ from typing import Any
 import msgspec
 
 from torrential import shipping
-from torrential.errors import RunFailed
+from torrential.errors import BY_THE_TASK, RunFailed
 from torrential.membership.actions import Action, Kill, Note, Show, Start, Tell
 from torrential.membership.machine import Membership
 from torrential.membership.roll import How, Rules
 from torrential.records import Evaluation, Event, Record, Step
 from torrential.worlds.base import Job, RunWatcher
-from torrential.worlds.failure import failed, last_good, resuming
+from torrential.worlds.failure import failed, going_on, resuming
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.crew import Crew, Process, ProcessMessage, who_is
 from torrential.worlds.local.launch import Launch
@@ -80,7 +80,7 @@ def rules_of(job: Job) -> Rules:
         slots=SLOTS,
         algorithm=settings.algorithm,
         remedy=resuming(job.directory),
-        saved=lambda: last_good(job.directory),
+        going_on=lambda: going_on(job.directory),
     )
 
 
@@ -225,7 +225,7 @@ class _Supervision:
     def _ended(self, pid: int, status: int) -> None:
         """A process has ended. Connections tell of those that had said hello; here come those that never did."""
         self._statuses[pid] = status
-        for process in self._crew.processes.values():
+        for process in list(self._crew.processes.values()):  # a replacement may join them
             if process.pid == pid and process.connection is None:
                 self._lost(process, _ending(status))
 
@@ -244,4 +244,4 @@ def _ending(status: int) -> str:
     """An exit status in words."""
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
-    return f"exited with status {status}" + ("" if status in OWN_STATUSES else ", as by os._exit in the task's code")
+    return f"exited with status {status}" + ("" if status in OWN_STATUSES else f", {BY_THE_TASK}")

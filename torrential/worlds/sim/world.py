@@ -26,7 +26,7 @@ from torrential.trainer.context import RoleContext
 from torrential.trainer.observer import Observer
 from torrential.trainer.server_plan import ServerPlan
 from torrential.worlds.base import RETURNED, Job, RunWatcher, going_on_from
-from torrential.worlds.failure import attributed, describe, failed, last_good, resuming
+from torrential.worlds.failure import attributed, describe, failed, going_on, resuming
 from torrential.worlds.population import population
 from torrential.worlds.sim.cluster import Cluster, Fault
 from torrential.worlds.sim.comm import SimComm
@@ -96,7 +96,7 @@ def rules_of(job: Job) -> Rules:
         elapsed=job.elapsed,
         algorithm=settings.algorithm,
         remedy=resuming(job.directory),
-        saved=lambda: last_good(job.directory),
+        going_on=lambda: going_on(job.directory),
     )
 
 
@@ -134,7 +134,7 @@ class _Simulation:
         )
         self._observing.group = self._group
         given = cluster.compute.seconds_per_sample
-        with attributed("worker 0", job.directory):
+        with attributed("the measurement of compute time", job.directory):
             self._seconds_per_sample = (
                 measure_seconds_per_sample(job.task, config.batch_size, real, config.settings.threads or 1)
                 if isinstance(given, str)
