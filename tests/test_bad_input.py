@@ -589,7 +589,7 @@ def test_resuming_runs_no_code_that_others_may_have_chosen(
     message = refused("train", "--resume", run)
     assert said in message and f"name the task yourself: torrential train TASK --resume {run}" in message
     assert not Path(f"{task}.run").exists()
-    assert "finished" in refused("train", task, "--resume", run)  # who names the task decides what is run
+    assert "has changed" in refused("train", task, "--resume", run)  # who names the task decides what is run
     assert Path(f"{task}.run").exists()
 
 

@@ -31,7 +31,8 @@ LAYERS = [
     {"params", "server", "membership"},
     {"strategies"},
     {"checkpoint", "trainer", "loop"},
-    {"worlds", "tryout", "resolve", "opening", "run", "launching", "progress", "terminal", "completion"},
+    {"worlds", "tryout", "limits", "listeners", "resolve", "opening", "run", "launching", "exporting", "progress"}
+    | {"completion", "terminal"},
     {"study", "bench", "testing"},
     {"reporting", "cli", "__main__"},
 ]

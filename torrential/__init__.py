@@ -13,7 +13,12 @@ TYPE_CHECKING = False  # type checkers know better; nothing more is imported bef
 if TYPE_CHECKING:
     from torrential.data.deal import Batch
     from torrential.errors import TorrentialError
+    from torrential.exporting import export
     from torrential.launching import launch
+    from torrential.listeners.base import Listener, RunHandle
+    from torrential.listeners.mlflow import MLflow
+    from torrential.listeners.tensorboard import TensorBoard
+    from torrential.listeners.wandb import WandB
     from torrential.loop.session import join
     from torrential.optimizers import optimizer
     from torrential.records import read_records
@@ -50,20 +55,26 @@ __all__ = [
     "Ddp",
     "Decision",
     "Downpour",
+    "Listener",
+    "MLflow",
     "Role",
     "Roles",
+    "RunHandle",
     "Servers",
     "Shard",
     "Ssp",
     "Strategy",
     "Task",
+    "TensorBoard",
     "TorrentialError",
     "TrainResult",
     "View",
     "Vote",
+    "WandB",
     "__version__",
     "accuracy",
     "compare",
+    "export",
     "join",
     "launch",
     "load_task",
@@ -86,19 +97,25 @@ _HOME = {
     "Ddp": "torrential.strategies.ddp",
     "Decision": "torrential.strategies.context",
     "Downpour": "torrential.strategies.downpour",
+    "Listener": "torrential.listeners.base",
+    "MLflow": "torrential.listeners.mlflow",
     "Role": "torrential.strategies.roles",
     "Roles": "torrential.strategies.roles",
+    "RunHandle": "torrential.listeners.base",
     "Servers": "torrential.strategies.roles",
     "Shard": "torrential.server.shard",
     "Ssp": "torrential.strategies.ssp",
     "Strategy": "torrential.strategies.base",
     "Task": "torrential.task",
+    "TensorBoard": "torrential.listeners.tensorboard",
     "TorrentialError": "torrential.errors",
     "TrainResult": "torrential.run",
     "View": "torrential.server.messages",
     "Vote": "torrential.strategies.context",
+    "WandB": "torrential.listeners.wandb",
     "accuracy": "torrential.task",
     "compare": "torrential.study.compare",
+    "export": "torrential.exporting",
     "join": "torrential.loop.session",
     "launch": "torrential.launching",
     "load_task": "torrential.tasks",

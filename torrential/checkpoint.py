@@ -16,11 +16,12 @@ No file holds a time or a path: the same training state gives the same bytes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +57,7 @@ class Checkpoint:
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     workers: dict[str, Tensor] = field(default_factory=dict)
     dealer: Dealer | None = None  # who has had which samples, where servers deal them
+    value: float | None = None  # the metric on validation data; None if that was no number
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,17 +73,21 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     applied: dict[str, int]
     files: dict[str, str]
     dealer: Dealer | None = None
+    value: float | None = None
 
 
-def save(directory: str | os.PathLike[str], checkpoint: Checkpoint, keep: int = 2) -> Path:
-    """Writes `directory/step-...`, then deletes all but the newest `keep` and gives the new one's path.
+def save(
+    directory: str | os.PathLike[str], checkpoint: Checkpoint, keep: int = 2, keep_best: int = 0, minimize: bool = False
+) -> Path:
+    """Writes `directory/step-...`, then deletes all but the newest `keep` and the `keep_best` with the best value.
+    Gives the new one's path.
 
     Checkpoints of later steps belong to a course of training that was given up, and go too. A failed write raises
     RunFailed, leaves nothing of itself and touches no other checkpoint.
     """
     assert keep >= 1
     directory = Path(directory)
-    final = directory / f"step-{checkpoint.step:08d}"
+    final = path_of(directory, checkpoint.step)
     beside = directory / f".{final.name}.tmp-{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -95,8 +101,9 @@ def save(directory: str | os.PathLike[str], checkpoint: Checkpoint, keep: int = 
             raise RunFailed(_why(final, checkpoint, error)) from error
         raise
     found = _checkpoints(directory)
-    stay = sorted(step for step in found if step <= checkpoint.step)[-keep:]
-    for step in found.keys() - set(stay):
+    valid = sorted(step for step in found if step <= checkpoint.step)
+    stay = {*valid[-keep:], *_best([found[step] for step in valid] if keep_best else [], minimize)[:keep_best]}
+    for step in found.keys() - stay:
         shutil.rmtree(found[step], ignore_errors=True)
     return final
 
@@ -104,18 +111,8 @@ def save(directory: str | os.PathLike[str], checkpoint: Checkpoint, keep: int = 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
     """Reads one checkpoint and proves every byte of it against the checksums; raises CheckpointDamaged."""
     path = Path(path)
-    try:
-        content = read_regular(path / STATE)
-        state = decode_json(content, CheckpointState)
-    except OSError as error:
-        raise _damaged(path, f"{STATE}: {error.strerror}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise _damaged(path, f"{STATE}: {error}") from error
-    if state.format != FORMAT:
-        raise _damaged(path, f"{STATE}: format {state.format}, and this version reads {FORMAT}")
+    state = _load_state(path)
     files = dict(state.files)
-    if content != _encode(state, files) or files.pop(STATE, "") != _digest(_encode(state, files)):
-        raise _damaged(path, f"{STATE}: checksum differs")
     tensors: dict[str, dict[str, Tensor]] = {}
     for part in TENSORS:
         name = f"{part}.safetensors"
@@ -137,6 +134,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         members=state.members,
         applied=state.applied,
         dealer=state.dealer,
+        value=state.value,
         **tensors,
     )
 
@@ -165,6 +163,39 @@ def latest(directory: str | os.PathLike[str]) -> tuple[Checkpoint | None, list[s
     return None, []
 
 
+def path_of(directory: Path, step: int) -> Path:
+    """The directory of the checkpoint of a step, whether or not it is there."""
+    return directory / f"step-{step:08d}"
+
+
+def _best(paths: Iterable[Path], minimize: bool) -> list[int]:
+    """The steps of those checkpoints that have a value, the best first; of equal values the earliest."""
+    ranked = []
+    for path in paths:
+        with contextlib.suppress(CheckpointDamaged):  # which is the best of nothing
+            state = _load_state(path)
+            if state.value is not None:
+                ranked.append((state.value if minimize else -state.value, state.step))
+    return [step for _, step in sorted(ranked)]
+
+
+def _load_state(path: Path) -> CheckpointState:
+    """Reads state.json of a checkpoint and proves it against its checksum; raises CheckpointDamaged."""
+    try:
+        content = read_regular(path / STATE)
+        state = decode_json(content, CheckpointState)
+    except OSError as error:
+        raise _damaged(path, f"{STATE}: {error.strerror}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _damaged(path, f"{STATE}: {error}") from error
+    if state.format != FORMAT:
+        raise _damaged(path, f"{STATE}: format {state.format}, and this version reads {FORMAT}")
+    files = dict(state.files)
+    if content != _encode(state, files) or files.pop(STATE, "") != _digest(_encode(state, files)):
+        raise _damaged(path, f"{STATE}: checksum differs")
+    return state
+
+
 def _write(directory: Path, checkpoint: Checkpoint) -> None:
     files: dict[str, str] = {}
     for part in TENSORS:
@@ -184,6 +215,7 @@ def _write(directory: Path, checkpoint: Checkpoint) -> None:
         applied=checkpoint.applied,
         files=files,
         dealer=checkpoint.dealer,
+        value=checkpoint.value,
     )
     with open(directory / STATE, "wb") as out:
         out.write(_encode(state, files | {STATE: _digest(_encode(state, files))}))

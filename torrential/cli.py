@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,7 +44,9 @@ _err = Terminal(stderr=True)
     torrential train my_task.py --workers 4 --set transport=tcp --target 0.98\n
     torrential train digits --workers 4 --set restart=true --set accumulate=2\n
     torrential train digits --strategy downpour --workers 64 --servers 4 --cluster spot64\n
-    torrential train --resume runs/digits-allreduce-20260101-120000"""
+    torrential train digits --epochs 50 --patience 5 --keep-best 1 --log tensorboard\n
+    torrential train --resume runs/digits-allreduce-20260101-120000\n
+    torrential train --resume runs/digits-allreduce-20260101-120000 --epochs 100"""
 )
 def train(
     task: Annotated[
@@ -66,6 +68,12 @@ def train(
         int | None, typer.Option(help="Stop after this many steps; ssp and downpour finish what is under way.")
     ] = None,
     target: Annotated[float | None, typer.Option(help="Stop when validation reaches this value.")] = None,
+    patience: Annotated[
+        int | None, typer.Option(help="Stop after this many evaluations in a row without improvement.")
+    ] = None,
+    keep_best: Annotated[
+        int | None, typer.Option(help="Keep this many of the best checkpoints beside the two newest.")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per worker and step.")] = None,
     lr: Annotated[
         float | None,
@@ -100,7 +108,14 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Directory for the run; a fresh one under runs/ by default.")] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Go on with the run in this directory; runs the files of task and strategy that it names."),
+        typer.Option(
+            help="Go on with the run in this directory; runs the files of task and strategy that it names. Further "
+            "than it was to go with --epochs, --steps, --target or --patience."
+        ),
+    ] = None,
+    log: Annotated[
+        str | None,
+        typer.Option(help="Loggers that hear of the run, as in tensorboard,wandb,mlflow.", show_default=False),
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets are.", envvar="TORRENTIAL_DATA")] = None,
     json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
@@ -108,26 +123,30 @@ def train(
     """Train TASK on this machine's processes, or on a simulated cluster."""
     with _launching(local=world != "sim" and cluster is None) as launch:
         from torrential.data import find
+        from torrential.limits import OF_SETTINGS
+        from torrential.listeners.loggers import make_loggers
         from torrential.opening import open_run, resume_run
         from torrential.resolve import RunRequest
         from torrential.tasks import load_task
 
+        loggers = [] if log is None else make_loggers(log)
         find.set_data_dir(data_dir)
+        options = _options(set_ or []) | _given(patience=patience, keep_best=keep_best)
         if resume is not None:
-            given: dict[str, object] = {
-                "epochs": epochs,
-                "steps": steps,
-                "target": target,
+            kept: dict[str, object] = {
                 "batch-size": batch_size,
                 "lr": lr,
                 "out": out,
+                "workers": workers,
+                "servers": servers,
             }
-            given |= {"workers": workers, "servers": servers, "seed": seed, "device": device}
-            given |= {"world": world, "cluster": cluster}
-            changed = [f"--{name}" for name, value in given.items() if value is not None] + ["--set"] * bool(set_)
+            kept |= {"seed": seed, "device": device, "world": world, "cluster": cluster}
+            changed = [f"--{name}" for name, value in kept.items() if value is not None]
+            changed += [f"--set {name}" for name in options if name not in OF_SETTINGS]
             if changed:
                 raise BadInput(f"a resumed run keeps its options; leave out {', '.join(changed)}")
-            job = resume_run(resume, None if task is None else load_task(task), strategy)
+            limits = options | _given(epochs=epochs, steps=steps, target=target)
+            job = resume_run(resume, None if task is None else load_task(task), strategy, limits)
         elif task is None:
             raise BadInput("which task? give a built-in name (see 'torrential tasks') or file.py[:name]")
         else:
@@ -136,7 +155,7 @@ def train(
                 task=loaded,
                 source=task,
                 strategy=strategy or "allreduce",
-                options=_options(set_ or []) | ({"trace": True} if trace else {}),
+                options=options | ({"trace": True} if trace else {}),
                 workers=1 if workers is None else workers,
                 servers=servers,
                 epochs=epochs,
@@ -150,10 +169,10 @@ def train(
                 cluster=cluster,
             )
             job = open_run(asked, out)
-        _carry_out(job, launch, json, "train")
+        _carry_out(job, launch, json, "train", loggers)
 
 
-def _carry_out(job: Job, launch: Launch | None, json: bool, command: str) -> None:
+def _carry_out(job: Job, launch: Launch | None, json: bool, command: str, listeners: Sequence[Any] = ()) -> None:
     """Run it to its end, and show what came of it. `command`: the one by which it goes on if it is stopped."""
     from torrential import records, run
     from torrential.progress import final_table
@@ -161,7 +180,7 @@ def _carry_out(job: Job, launch: Launch | None, json: bool, command: str) -> Non
     _err.print(f"run directory: {job.directory}", highlight=False, soft_wrap=True)
     try:
         began = time.monotonic()
-        result = run.execute(job, launch, lambda j: run.show_progress(j, _err))
+        result = run.execute(job, launch, lambda j: run.show_progress(j, _err), listeners)
     except INTERRUPTS:
         onward = f"torrential {command} --resume {job.directory}"
         _err.print(f"stopped; go on with: {onward}", highlight=False, soft_wrap=True)
@@ -235,6 +254,29 @@ def launch(
                 seed=seed or 0,
             )
         _carry_out(job, nursery, json, "launch")
+
+
+@app.command(
+    epilog="""Examples:\n
+    torrential export runs/digits-allreduce-20260101-120000\n
+    torrential export runs/digits-allreduce-20260101-120000 --best --out digits.pt"""
+)
+def export(
+    run: Annotated[Path, typer.Argument(help="The directory of a run, finished or not.")],
+    out: Annotated[
+        Path | None, typer.Option(help="A .safetensors or .pt file; model.safetensors in RUN by default.")
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="The model with the best validation metric, in the place of the newest.")
+    ] = False,
+) -> None:
+    """Write the model of a run as a file that plain PyTorch loads."""
+    from torrential.exporting import how_to_load, write_model
+
+    path, checkpoint = write_model(run, out, best)
+    value = "" if checkpoint.value is None else f", {checkpoint.value:.4g} on validation data"
+    _err.print(f"the model of step {checkpoint.step}{value}; load it with:", highlight=False, soft_wrap=True)
+    print(how_to_load(path))
 
 
 @bench.command(
@@ -377,6 +419,11 @@ def _options(pairs: list[str]) -> dict[str, Any]:
             raise BadInput(f"--set takes name=value (given: {pair!r})")
         options[name.strip().replace("-", "_")] = value.strip()
     return options
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Those options that were given a value."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _write_report(study: Any, path: Path) -> None:

@@ -35,6 +35,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Steps between two snapshots (evaluation and checkpoint); by default one per epoch."""
     test: bool = True
     """Whether the run ends with an evaluation on the test data. Runs that tune options leave the test data alone."""
+    patience: AtLeastOne | None = None
+    """Evaluations in a row without improvement after which the run stops; by default nothing stops it early."""
+    min_delta: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """The amount by which the validation metric must beat its best value to count as an improvement for patience."""
+    keep_best: NotNegative = 0
+    """Checkpoints with the best validation metric that are kept beside the two newest."""
 
 
 class LocalSettings(Settings, frozen=True, kw_only=True, tag_field="world", tag="local"):
@@ -143,7 +149,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     schedule: dict[str, Any] | None = None  # the task's own: rates or factors in the course of the run
     base_batch: Count = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled
     script: tuple[str, ...] | None = None  # the file that was launched, and its arguments, where the loop is its own
-    minimize: bool = False  # whether a smaller value of what a script reports is better
+    minimize: bool = False  # whether a smaller value of the metric is better
 
     def __post_init__(self) -> None:
         if not isinstance(self.settings, WORLDS.get(self.world, ())):
@@ -180,7 +186,7 @@ def label_of(strategy: str) -> str:
 
 # -- who owns an option -----------------------------------------------------------------------------------------------
 RUN = {"task", "strategy", "workers", "servers", "epochs", "steps", "target", "batch_size", "lr", "seed", "device"}
-RUN |= {"world", "cluster", "out", "resume", "progress", "strategies", "trials", "tune", "tune_trials"}
+RUN |= {"world", "cluster", "out", "resume", "progress", "listeners", "strategies", "trials", "tune", "tune_trials"}
 """What belongs to a run or a study itself: the arguments of tt.train and tt.compare that are no options."""
 
 

@@ -23,7 +23,7 @@ from torrential.loop.blueprint import Blueprint, OwnLoop, Script
 from torrential.opening import config_of, open_run, resume_run
 from torrential.records import MANIFEST
 from torrential.resolve import RunRequest, split_options
-from torrential.run import TrainResult, execute, listener_of
+from torrential.run import TrainResult, display_of, execute
 from torrential.strategies.base import Strategy
 from torrential.strategies.registry import Given, Resolved, is_loadable, resolve_strategy
 from torrential.task import Task
@@ -108,7 +108,7 @@ def resume_launch(directory: Path, launch: Launch, script: Script | None = None)
     loop = try_script(script, config.workers, config.seed, launch)
     task = task_of(loop, not config.minimize, lambda batch: config.samples_per_step)
     strategy = resolve_strategy(config.strategy).make(config.options) if is_loadable(config.strategy) else None
-    return resume_run(directory, task, strategy, loop)
+    return resume_run(directory, task, strategy, loop=loop)
 
 
 def launch(
@@ -155,7 +155,7 @@ def launch(
                 target=target,
                 seed=seed,
             )
-        return execute(job, nursery, lambda j: listener_of(j, progress))
+        return execute(job, nursery, lambda j: display_of(j, progress))
     except SystemExit as end:
         raise refuse_exit(end) from end
     finally:

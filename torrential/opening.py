@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from torch import nn
@@ -15,6 +17,7 @@ from torrential import checkpoint as checkpoints
 from torrential import processes, records
 from torrential.config import RunConfig, read_config
 from torrential.errors import BadInput
+from torrential.limits import check_target, differences, extended, idle_patience, jumps, reached
 from torrential.locks import lock_directory
 from torrential.loop.blueprint import OwnLoop
 from torrential.optim.built import over_model
@@ -80,14 +83,19 @@ def unlock(directory: Path) -> None:
 
 # -- one to go on with ------------------------------------------------------------------------------------------------
 def resume_run(
-    directory: Path, task: Task | None = None, strategy: Given | None = None, loop: OwnLoop | None = None
+    directory: Path,
+    task: Task | None = None,
+    strategy: Given | None = None,
+    limits: Mapping[str, Any] | None = None,
+    loop: OwnLoop | None = None,
 ) -> Job:
-    """A run that goes on from its last good checkpoint. A task or a strategy that is not given is loaded again. `loop`:
-    the script that the task stands for."""
+    """A run that goes on from its last good checkpoint. A task or a strategy that is not given is loaded again.
+    `limits`: epochs, steps and the like in the place of the run's own, to go on further; `loop`: the script that the
+    task stands for."""
     manifest = records.read_manifest(directory)
     _lock(directory)
     try:
-        return _resumed(directory, manifest, task, strategy, loop)
+        return _resumed(directory, manifest, task, strategy, limits or {}, loop)
     except BaseException:
         unlock(directory)
         raise
@@ -99,7 +107,12 @@ def config_of(directory: Path) -> RunConfig:
 
 
 def _resumed(
-    directory: Path, manifest: records.Manifest, task: Task | None, given: Given | None, loop: OwnLoop | None
+    directory: Path,
+    manifest: records.Manifest,
+    task: Task | None,
+    given: Given | None,
+    limits: Mapping[str, Any],
+    loop: OwnLoop | None,
 ) -> Job:
     config = _read_config(directory, manifest)
     choose_device(config.device)  # which may not be here
@@ -118,34 +131,67 @@ def _resumed(
         epochs=config.epochs,
         optimizer=spec.with_lr(config.lr),
     )
-    schedule, described = examine_schedule(config, config.samples_per_step, bound(task.schedule, spec))
+    given_schedule = task.schedule
+    schedule, described = examine_schedule(config, config.samples_per_step, bound(given_schedule, spec))
     if described != config.schedule:
         raise BadInput(f"the task's schedule has changed ({config.schedule} then, {described} now); start another run")
     task = replace(task, schedule=schedule)
     path = directory / records.RECORDS
-    if path.exists() and any(isinstance(r, Summary) for r in records.read_records(path)):
-        raise BadInput(f"the run in {directory} is finished; start another one, or look at it there")
     checkpoint, skipped = checkpoints.latest(directory / "checkpoints")
     _check_same(directory, config, task, model, checkpoint)
     for why in skipped:
         standard_error().print(f"skipped a damaged checkpoint: {why}", markup=False, highlight=False, soft_wrap=True)
+    then, config = config, extended(config, limits)
+    check_target(config.target, task)
+    over = _check_unfinished(directory, config, task, checkpoint, given_limits=bool(limits))
+    if config != then:
+        schedule, described = examine_schedule(config, config.samples_per_step, bound(given_schedule, spec))
+        task, config = replace(task, schedule=schedule), msgspec.structs.replace(config, schedule=described)
+        records.write_manifest(directory, msgspec.structs.replace(manifest, config=msgspec.to_builtins(config)))
     kept = records.trim_records(path, checkpoint.step if checkpoint else 0)
     if checkpoint is None:
         kept = []
         path.unlink(missing_ok=True)
+    elif checkpoint.dealer is not None:
+        dealer = msgspec.structs.replace(checkpoint.dealer, epochs=config.epochs)
+        checkpoint = replace(checkpoint, dealer=dealer)
     evaluations = [r for r in kept if isinstance(r, Evaluation)]
-    if checkpoint and any(task.reaches(config.target, e.value) for e in evaluations):
+    warnings = [*idle_patience(config), *(jumps(then, config, checkpoint) if checkpoint else [])] if limits else []
+    changed = differences(then, config)
+    if checkpoint and over:
         config = msgspec.structs.replace(config, steps=checkpoint.step)  # only the last word is missing
     return Job(
         config,
-        task,
+        replace(task, epochs=config.epochs),
         strategy,
         directory,
         checkpoint,
+        warnings=warnings,
+        extended=changed,
         elapsed=max((r.time for r in kept if not isinstance(r, Summary)), default=0.0),
         evaluated={(e.split, e.step): e.time for e in evaluations},
         loop=loop,
     )
+
+
+def _check_unfinished(
+    directory: Path, config: RunConfig, task: Task, checkpoint: checkpoints.Checkpoint | None, given_limits: bool
+) -> bool:
+    """Whether the run has come to its limits, and only its last word is missing. Refuses one that has said it, and
+    limits that leave nothing to do."""
+    path = directory / records.RECORDS
+    history = records.read_records(path) if path.exists() else []
+    finished = any(isinstance(record, Summary) for record in history)
+    if checkpoint is None:
+        if finished:
+            raise BadInput(f"the run in {directory} is finished, and has left no checkpoint to go on from")
+        return False
+    so_far = [record for record in history if isinstance(record, Evaluation) and record.step <= checkpoint.step]
+    why = reached(config, task, checkpoint, so_far)
+    if why and (finished or given_limits):
+        fact = f"the run in {directory} {'is finished' if finished else 'has nothing left to do'}: {', and '.join(why)}"
+        raise BadInput(f"{fact}; to go on further, give it more of that")
+    return bool(why)
 
 
 def _read_config(directory: Path, manifest: records.Manifest) -> RunConfig:

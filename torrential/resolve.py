@@ -20,6 +20,7 @@ from torrential.data.batches import is_vectorised
 from torrential.data.resize import Resize
 from torrential.descriptors import check_descriptors
 from torrential.errors import BadInput, UnknownName
+from torrential.limits import check_target, idle_patience
 from torrential.loop.blueprint import OwnLoop
 from torrential.optim.built import over_model
 from torrential.optim.own_schedule import bound
@@ -127,7 +128,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         base_batch=recipe.base_batch or asked.task.batch_size,
         samples_per_step=joined,
         script=None if asked.loop is None else (asked.loop.script.path, *asked.loop.script.args),
-        minimize=asked.loop is not None and not task.maximize,
+        minimize=not task.maximize,
     )
     schedule, described = examine_schedule(config, joined, task.schedule)
     config, task = msgspec.structs.replace(config, schedule=described), replace(task, schedule=schedule)
@@ -183,8 +184,7 @@ def _check_numbers(asked: RunRequest) -> None:
 
 
 def _check_task(asked: RunRequest, task: Task) -> None:
-    if task.target is not None and task.metric_name == "accuracy" and not 0 <= task.target <= 1:
-        raise BadInput(f"an accuracy is between 0 and 1 (target: {task.target}); try --target 0.97")
+    check_target(task.target, task)
     samples = training_samples(task)
     if asked.workers > samples:
         raise BadInput(
@@ -328,6 +328,9 @@ def _check_simulation(asked: RunRequest, settings: SimSettings, servers: int, de
         raise BadInput(
             f"nothing is learnt with gradients=off, so no target is reached (target: {asked.target:g}); drop one"
         )
+    if settings.gradients == "off" and (settings.patience or settings.keep_best):
+        given = f"patience: {settings.patience}" if settings.patience else f"keep_best: {settings.keep_best}"
+        raise BadInput(f"nothing is evaluated or saved with gradients=off ({given}); drop one")
     if settings.processes and (settings.gradients == "off" or device != "cpu"):
         what = "gradients=off" if settings.gradients == "off" else f"device: {device}"
         raise BadInput(f"processes compute gradients on this machine's cores ({what}); leave processes out")
@@ -390,6 +393,7 @@ def _check_recipe(
     replaced = _servers_optimizer(config, strategy, adapted, over_model(asked.task.optimizer, model).lr)
     _check_moves(task, strategy, adapted)
     warnings = without_effect(recipe, asked.options, schedule, config.batch_size, model) + replaced
+    warnings += idle_patience(config)
     if recipe.layerwise == "lars" and asked.lr is None:
         warnings.append(
             f"LARS wants a much larger rate than SGD, 10 to 100 times (the task's: {config.lr:g}); "

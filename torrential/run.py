@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -15,6 +15,9 @@ from torrential import records
 from torrential.config import NO_LIMIT, SimSettings, label_of
 from torrential.data.deal import Deal
 from torrential.errors import RunFailed
+from torrential.limits import Patience
+from torrential.listeners.base import Listener, RunHandle, check_listeners
+from torrential.listeners.delivery import Deliveries
 from torrential.opening import open_run, resume_run, unlock
 from torrential.optim.schedule import schedule_of
 from torrential.progress import ProgressDisplay
@@ -26,7 +29,7 @@ from torrential.task import Task, build_model
 from torrential.tasks import load_task
 from torrential.terminal import standard_error
 from torrential.usercode import refuse_exit, refuse_training
-from torrential.worlds.base import Job, Listener, World
+from torrential.worlds.base import Job, RunWatcher, World
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.sim.cluster import Cluster
 
@@ -41,14 +44,61 @@ class TrainResult:
     out: Path
 
 
+class Display(RunWatcher, Protocol):
+    """What a person sees of a run."""
+
+    def message(self, text: str) -> None:
+        """Show a line."""
+
+    def close(self) -> None:
+        """The run is over; what stays visible is the display's choice."""
+
+
 class Silent:
-    """A listener that shows nothing."""
+    """A Display that shows messages and nothing else."""
 
     def record(self, record: Record) -> None: ...
 
     def worker_state(self, worker: int, state: str) -> None: ...
 
     def tick(self) -> None: ...
+
+    def message(self, text: str) -> None:
+        standard_error().print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None: ...
+
+
+class Audience:
+    """Everybody who watches a run: its display, its patience, and listeners. Implements worlds.base.RunWatcher."""
+
+    def __init__(self, job: Job, display: Display, listeners: Sequence[Any], history: list[Record]) -> None:
+        self._display = display
+        self._patience = Patience(job.config, job.task.maximize, history)
+        self._handle = RunHandle(job.directory, job.config, job.task.metric_name, job.task.maximize, history)
+        self._deliveries = Deliveries(listeners, self._handle, display.message)
+
+    def record(self, record: Record) -> None:
+        self._display.record(record)
+        self._patience.record(record)
+        self._deliveries.record(record)
+
+    def worker_state(self, worker: int, state: str) -> None:
+        self._display.worker_state(worker, state)
+
+    def tick(self) -> None:
+        self._display.tick()
+        self._deliveries.tell_problems()
+
+    def stop_reason(self) -> str | None:
+        return self._patience.stop_reason() or self._handle.stop_reason()
+
+    def close(self, summary: Summary | None) -> None:
+        """The run is over, and has left a summary unless it failed; listeners hear the rest."""
+        self._display.close()
+        if summary is not None:
+            self._deliveries.record(summary)
+        self._deliveries.close(failed=summary is None)
 
 
 def train(
@@ -68,6 +118,7 @@ def train(
     cluster: str | os.PathLike[str] | dict[str, Any] | Cluster | None = None,
     out: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
+    listeners: Sequence[Listener] = (),
     progress: bool | None = None,
     **options: Any,
 ) -> TrainResult:
@@ -80,7 +131,10 @@ def train(
     the name of a shipped one, a table, or a tt.Cluster.
 
     With `resume` a run's directory, go on with that run. Everything else is taken from there, except for the task, and
-    for a strategy that a program made: give the same again.
+    for a strategy that a program made: give the same again. To go on further than the run was to go, give `epochs`,
+    `steps`, `target` or `patience`.
+
+    `listeners` hear of every record as it happens, each in a thread of its own in this process (tt.Listener).
 
     `options` are the world's and the recipe's, as after `--set`: `transport="tcp"`, `restart=True`, ...; and those of a
     strategy that is given by its name or class.
@@ -88,10 +142,13 @@ def train(
     refuse_training()
     launch = Launch() if world == "local" else None
     try:
+        hearing = check_listeners(listeners)
         loaded = load_task(task) if isinstance(task, str) else task
         if resume is not None:
-            job = resume_run(Path(resume), loaded, strategy)
-            return execute(job, launch, lambda j: listener_of(j, progress))
+            limits = {"epochs": epochs, "steps": steps, "target": target}
+            given = {name: value for name, value in limits.items() if value is not None}
+            job = resume_run(Path(resume), loaded, strategy, given | options)
+            return execute(job, launch, lambda j: display_of(j, progress), hearing)
         asked = RunRequest(
             task=loaded,
             source=task if isinstance(task, str) else None,
@@ -109,7 +166,7 @@ def train(
             world=world,
             cluster=os.fspath(cluster) if isinstance(cluster, os.PathLike) else cluster,
         )
-        return _train(open_run(asked, None if out is None else Path(out)), launch, progress)
+        return _train(open_run(asked, None if out is None else Path(out)), launch, progress, hearing)
     except SystemExit as end:
         raise refuse_exit(end) from end
     finally:
@@ -117,9 +174,9 @@ def train(
             launch.close()
 
 
-def _train(job: Job, launch: Launch | None, progress: bool | None) -> TrainResult:
+def _train(job: Job, launch: Launch | None, progress: bool | None, listeners: Sequence[Any]) -> TrainResult:
     try:
-        return execute(job, launch, lambda j: listener_of(j, progress))
+        return execute(job, launch, lambda j: display_of(j, progress), listeners)
     except KeyboardInterrupt:
         again = "task" if is_loadable(job.config.strategy) else f"task, {type(job.strategy).__name__}(...)"
         standard_error().print(
@@ -131,48 +188,48 @@ def _train(job: Job, launch: Launch | None, progress: bool | None) -> TrainResul
         raise
 
 
-def listener_of(job: Job, show: bool | None) -> Any:
+def display_of(job: Job, show: bool | None) -> Display:
+    """What shows a run's progress; nothing where it is to be silent."""
     if show is False:
         return Silent()
     return show_progress(job, standard_error())
 
 
-def show_progress(job: Job, console: Any) -> Any:
-    """A listener that shows on `console` what it is told."""
+def show_progress(job: Job, console: Any) -> Display:
+    """A display that shows on `console` what it is told."""
     config = job.config
     return ProgressDisplay(
         planned_steps(job), config.workers, job.task.metric_name, config.target, console, virtual=config.world == "sim"
     ).__enter__()
 
 
-def execute(job: Job, launch: Launch | None, listener_for: Callable[[Job], Any]) -> TrainResult:
+def execute(
+    job: Job, launch: Launch | None, display_for: Callable[[Job], Display], listeners: Sequence[Any] = ()
+) -> TrainResult:
     try:
-        return _execute(job, launch, listener_for)
+        return _execute(job, launch, display_for, listeners)
     finally:
         unlock(job.directory)
 
 
-def _execute(job: Job, launch: Launch | None, listener_for: Callable[[Job], Any]) -> TrainResult:
+def _execute(
+    job: Job, launch: Launch | None, display_for: Callable[[Job], Display], listeners: Sequence[Any]
+) -> TrainResult:
     path = job.directory / records.RECORDS
+    summary = None
     with RecordWriter(path) as writer:
-        if job.checkpoint is not None:
-            event = Event(event="resumed", time=job.elapsed, step=job.checkpoint.step)
-            writer.write(event)
-        listener: Listener = listener_for(job)
-        said = [("recipe", job.changes)] if job.changes else []
-        for kind, line in [*said, *(("warning", line) for line in job.warnings)]:
-            event = Event(event=kind, time=0.0, detail=line)
-            writer.write(event)
-            listener.record(event)
+        before = records.read_records(path) if job.checkpoint is not None else []
+        audience = Audience(job, display_for(job), listeners, before)
         try:
-            _world(job, launch).run(job, writer.write, listener)
+            for event in _first_events(job):
+                writer.write(event)
+                audience.record(event)
+            _world(job, launch).run(job, writer.write, audience, audience.stop_reason)
+            history = records.read_records(path)
+            summary = summarise(job, history)
+            writer.write(summary)
         finally:
-            close = getattr(listener, "close", None)
-            if close is not None:
-                close()
-        history = records.read_records(path)
-        summary = summarise(job, history)
-        writer.write(summary)
+            audience.close(summary)
     final, _ = checkpoints.latest(job.directory / "checkpoints")
     model = build_model(job.task)
     if final is not None:
@@ -181,6 +238,16 @@ def _execute(job: Job, launch: Launch | None, listener_for: Callable[[Job], Any]
         raise RunFailed(f"the run left no checkpoint in {job.directory}")
     model.eval()
     return TrainResult(model, summary, [*history, summary], job.directory)
+
+
+def _first_events(job: Job) -> Iterator[Event]:
+    """What is on record before anything happens."""
+    if job.checkpoint is not None:
+        yield Event(event="resumed", time=job.elapsed, step=job.checkpoint.step, detail=job.extended)
+    if job.changes:
+        yield Event(event="recipe", time=job.elapsed, detail=job.changes)
+    for line in job.warnings:
+        yield Event(event="warning", time=job.elapsed, detail=line)
 
 
 def _world(job: Job, launch: Launch | None) -> World:

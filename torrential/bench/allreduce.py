@@ -18,7 +18,7 @@ from torrential.config import LocalSettings
 from torrential.descriptors import check_descriptors
 from torrential.errors import BadInput, RunFailed, UnknownName
 from torrential.records import Event, Record
-from torrential.worlds.base import Job, Listener
+from torrential.worlds.base import Job, RunWatcher
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.supervisor import LocalWorld
 
@@ -106,7 +106,7 @@ def _bytes(text: str) -> int:
     return size
 
 
-def measure(asked: Benchmark, launch: Launch | None, listener: Listener) -> Result:
+def measure(asked: Benchmark, launch: Launch | None, watcher: RunWatcher) -> Result:
     """Start the workers, let them measure, and put together what they report."""
     news: list[News] = []
 
@@ -117,7 +117,7 @@ def measure(asked: Benchmark, launch: Launch | None, listener: Listener) -> Resu
             news.append(decode(record))
 
     try:
-        LocalWorld(launch).run(_job(asked), note, listener)
+        LocalWorld(launch).run(_job(asked), note, watcher)
     except RunFailed as error:
         raise RunFailed(str(error).replace("; no checkpoint was made yet", "")) from error
     return _result(asked, news)

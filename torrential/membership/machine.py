@@ -52,6 +52,7 @@ class Membership:
         self._back = -math.inf  # when the process that drives this last ran again, after it was stopped, as by Ctrl-Z
         self.began: float | None = None  # when the run's time began; None before everybody was there
         self.done = False  # the observer, too, is finished
+        self._stopping = False  # whether workers are to finish at the next step that all agree on
         self._handlers: dict[type, Callable[[Member, Any, Sequence[Any]], None]] = {
             m.Ready: lambda member, message, _: self._ready(member, message),
             m.Stopped: lambda member, message, _: self._generations.stopped(member, message),
@@ -175,6 +176,13 @@ class Membership:
             member = Member(Who(address, life), now)
             self._roll.start(member.role, member.number)
 
+    def stop(self, why: str, now: float) -> None:
+        """Whoever watches the run wants it to end: workers finish at the next step that all agree on."""
+        self._roll.now = now
+        if not (self._stopping or self.dismissed):
+            self._roll.note("stopped", None, why)
+            self._have_workers_stop()
+
     def wake(self, now: float) -> None:
         """Publish what has been gathered until now, and end workers that collectives have waited for in vain."""
         self._roll.now = now
@@ -218,7 +226,7 @@ class Membership:
             self._observing.joined(member)
         if member.role != "server" and member.life:
             self._roll.note(f"{member.role}_joined", member.worker, "" if member.role == "worker" else member.name)
-        if member.role != "server" and self._observing.reached:
+        if member.role != "server" and self._stopping:
             self._roll.send(member, m.Stop())
         if member.role == "server":
             self._views.arrived(member, message)
@@ -381,6 +389,10 @@ class Membership:
         """The observer has seen the target reached."""
         self._observing.reached = True
         self._roll.note("target_reached")
+        self._have_workers_stop()
+
+    def _have_workers_stop(self) -> None:
+        self._stopping = True
         for member in (*self._roll.workers.values(), *self._roll.coordinators.values()):
             self._roll.send(member, m.Stop())
 

@@ -146,7 +146,10 @@ def add(
             from torrential.data import find
             from torrential.study.compare import carry_out
             from torrential.study.directory import read_question
+            from torrential.study.tensorboard import check_tensorboard
 
+            if tensorboard:
+                check_tensorboard()
             find.set_data_dir(data_dir)
             if resume is not None:
                 changed = [f"--{name}" for name, value in given.items() if value is not None]
@@ -178,7 +181,10 @@ def add(
         """Say what the runs in DIRECTORY show, and write it as a page (report.html) and as a table (trials.csv)."""
         with ending():
             from torrential.study.read import read_study
+            from torrential.study.tensorboard import check_tensorboard
 
+            if tensorboard:
+                check_tensorboard()
             _tell(read_study(directory, task), json, tensorboard, write_report, err)
 
 

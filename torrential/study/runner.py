@@ -36,9 +36,9 @@ class Train:
             if trial.values:  # test data is for what is reported
                 asked = replace(asked, options=asked.options | {"test": "false"})
             job = open_run(asked, trial.directory)
-            listener = self._watching.listen(run.planned_steps(job))
+            display = self._watching.listen(run.planned_steps(job))
             try:
-                run.execute(job, launch, lambda _: listener)
+                run.execute(job, launch, lambda _: display)
             except Diverged as error:
                 self._note(trial, error)
         finally:

@@ -26,7 +26,7 @@ from torrential.study.results import Run, unit_of_time
 
 
 class StudyProgress:
-    """A StudyListener that shows progress, and also gives out listeners for the runs."""
+    """A StudyListener that shows progress, and also gives out displays for the runs."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class StudyProgress:
         self._step, self._steps, self._value = 0, None, math.nan
         self.tick()
 
-    def listen(self, steps: int | None) -> Listening:
+    def listen(self, steps: int | None) -> RunInStudy:
         self._steps = steps
-        return Listening(self)
+        return RunInStudy(self)
 
     def ended(self, trial: Trial) -> None:
         self._done += 1
@@ -79,6 +79,9 @@ class StudyProgress:
     def close(self) -> None:
         if self._live:
             self._live.stop()
+
+    def message(self, text: str) -> None:
+        self._print(text)
 
     def heard(self, record: Record) -> None:
         if isinstance(record, Step):
@@ -130,8 +133,8 @@ class StudyProgress:
         self._console.print(Text(line), soft_wrap=True, highlight=False)
 
 
-class Listening:
-    """A listener to one run; has no `close`, as the study goes on after it."""
+class RunInStudy:
+    """The display of one run of a study."""
 
     def __init__(self, watching: StudyProgress) -> None:
         self._watching = watching
@@ -143,6 +146,11 @@ class Listening:
 
     def tick(self) -> None:
         self._watching.tick()
+
+    def message(self, text: str) -> None:
+        self._watching.message(text)
+
+    def close(self) -> None: ...  # the study goes on
 
 
 def describe(run: Run, metric: str, target: float) -> str:

@@ -171,6 +171,7 @@ class Forgetful(Observer):
         flat: Mapping[str, Tensor],
         rest: Mapping[str, Tensor],
         workers: Parts,
+        value: float | None = None,
     ) -> None:
         self.saved += [flat[name].numpy().tobytes() for name in sorted(flat)]
         if self._audit is not None:

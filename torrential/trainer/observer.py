@@ -101,11 +101,14 @@ class Observer:
         flat: Mapping[str, Tensor],
         rest: Mapping[str, Tensor],
         workers: Parts,
+        value: float | None = None,
     ) -> None:
+        """`value`: the metric of these parameters on validation data."""
         owners = {str(rank): states for rank, states in workers.items()} | {EVERYBODY: _named(rest, "state/")}
         extras = _named(rest, "extra/")
-        whole = to_checkpoint(snapshot, self.config.seed, self.model, self.layout, flat, extras, owners)
-        checkpoint.save(self.directory / "checkpoints", whole)
+        whole = to_checkpoint(snapshot, self.config.seed, self.model, self.layout, flat, extras, owners, value)
+        keep_best, minimize = self.config.settings.keep_best, not self.task.maximize
+        checkpoint.save(self.directory / "checkpoints", whole, keep_best=keep_best, minimize=minimize)
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -68,8 +69,10 @@ def to_checkpoint(
     flat: Mapping[str, Tensor],
     extras: Mapping[str, Tensor],
     owners: Mapping[str, Mapping[str, Tensor]],
+    value: float | None = None,
 ) -> Checkpoint:
-    """`model` already holds the snapshot's parameters; `owners`: named states by whose they are (trainer/state.py)."""
+    """`model` already holds the snapshot's parameters; `owners`: named states by whose they are (trainer/state.py);
+    `value`: the metric on validation data."""
     optimizer = dict(extras)
     for name, vector in flat.items():
         dtype, _, key = name.partition("/")
@@ -88,6 +91,7 @@ def to_checkpoint(
         optimizer=optimizer,
         workers={f"{owner}/{name}": t for owner, named in owners.items() for name, t in named.items()},
         dealer=snapshot.dealer,
+        value=value if value is not None and math.isfinite(value) else None,
     )
 
 

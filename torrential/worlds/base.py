@@ -31,6 +31,7 @@ class Job:
     elapsed: float = 0.0  # seconds that the run had taken by then
     evaluated: Mapping[tuple[str, int], float] = field(default_factory=dict)  # (split, step) on record: their times
     loop: OwnLoop | None = None  # the script that workers run, where the loop is its own
+    extended: str = ""  # the limits that a run was given when it was resumed, in words
 
 
 RETURNED = (
@@ -48,8 +49,8 @@ def going_on_from(job: Job, death: Death, life: int) -> Checkpoint | None:
     return checkpoints.latest(job.directory / "checkpoints")[0]
 
 
-class Listener(Protocol):
-    """Somebody who watches a run go on."""
+class RunWatcher(Protocol):
+    """An object that is told in the world's own thread how a run goes on, and must not keep it waiting."""
 
     def record(self, record: Record) -> None: ...
 
@@ -59,5 +60,12 @@ class Listener(Protocol):
 
 
 class World(Protocol):
-    def run(self, job: Job, write: Callable[[Record], None], listener: Listener) -> None:
-        """Run all roles to the end. Raises RunFailed. Leaves nothing behind, however it ends."""
+    def run(
+        self,
+        job: Job,
+        write: Callable[[Record], None],
+        watcher: RunWatcher,
+        stop_reason: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """Run all roles to the end. Raises RunFailed. Leaves nothing behind, however it ends. The run is stopped when
+        `stop_reason` gives one, which is asked after every record."""

@@ -89,7 +89,7 @@ class Observing(ABC):
             return self._observer.save(taken.snapshot, flat, rest, parts)
         evaluation = self._observer.evaluate(taken.snapshot, "validation")
         self.note(evaluation)
-        self._observer.save(taken.snapshot, flat, rest, parts)
+        self._observer.save(taken.snapshot, flat, rest, parts, evaluation.value)
         self._last = taken.snapshot
         if self._observer.task.reaches(self._observer.config.target, evaluation.value):
             self._reached = True

@@ -15,6 +15,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from torrential.membership.actions import Action, Kill, Note, Show, Start, Tell
 from torrential.membership.machine import Membership
 from torrential.membership.roll import How, Rules
 from torrential.records import Evaluation, Event, Record, Step
-from torrential.worlds.base import Job, Listener
+from torrential.worlds.base import Job, RunWatcher
 from torrential.worlds.failure import failed, going_on, resuming
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.crew import Crew, Process, ProcessMessage, who_is
@@ -46,13 +47,19 @@ class LocalWorld:
     def __init__(self, launch: Launch | None = None) -> None:
         self._launch = launch or Launch()
 
-    def run(self, job: Job, write: Callable[[Record], None], listener: Listener) -> None:
+    def run(
+        self,
+        job: Job,
+        write: Callable[[Record], None],
+        watcher: RunWatcher,
+        stop_reason: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self._launch.used = True
         registry = Registry()
         parcel = shipping.pack(job)
         crew = Crew(self._launch.socket, parcel.fds, job.config.local)
         try:
-            _Supervision(job, crew, registry, write, listener).supervise()
+            _Supervision(job, crew, registry, write, watcher, stop_reason).supervise()
         finally:
             self._launch.close()
             crew.close()
@@ -77,9 +84,16 @@ def rules_of(job: Job) -> Rules:
 
 class _Supervision:
     def __init__(
-        self, job: Job, crew: Crew, registry: Registry, write: Callable[[Record], None], listener: Listener
+        self,
+        job: Job,
+        crew: Crew,
+        registry: Registry,
+        write: Callable[[Record], None],
+        watcher: RunWatcher,
+        stop_reason: Callable[[], str | None],
     ) -> None:
-        self._job, self._crew, self._registry, self._listener = job, crew, registry, listener
+        self._job, self._crew, self._registry = job, crew, registry
+        self._watcher, self._stop_reason = watcher, stop_reason
         self._write_record = write
         self._native = job.config.local.algorithm == "native"
         self._membership = Membership(population(job), rules_of(job))
@@ -104,7 +118,9 @@ class _Supervision:
                 report = unheard.popleft() if unheard else self._crew.reports.get(timeout=self._patience())
                 self._deal_with(report)
             self._tell(membership.tick)
-            self._listener.tick()
+            if (why := self._stop_reason()) is not None:
+                self._tell(partial(membership.stop, why))
+            self._watcher.tick()
 
     def _patience(self) -> float:
         """Seconds until the membership is to be told that time has passed."""
@@ -160,7 +176,7 @@ class _Supervision:
             case Note(event, worker, detail):
                 self._event(event, worker, detail)
             case Show(worker, state):
-                self._listener.worker_state(worker, state)
+                self._watcher.worker_state(worker, state)
 
     # -- records ------------------------------------------------------------------------------------------------
     def _now(self) -> float:
@@ -169,7 +185,7 @@ class _Supervision:
 
     def _write(self, record: Record) -> None:
         self._write_record(record)
-        self._listener.record(record)
+        self._watcher.record(record)
 
     def _event(self, event: str, worker: int | None, detail: str) -> None:
         self._write(Event(event=event, time=self._now(), step=self._step, worker=worker, detail=detail))
@@ -187,7 +203,7 @@ class _Supervision:
             process.send(m.Noted())
         else:
             if isinstance(record, Step):
-                self._listener.worker_state(record.worker, "training")
+                self._watcher.worker_state(record.worker, "training")
             self._write(record)
 
     # -- processes ----------------------------------------------------------------------------------------------

@@ -79,6 +79,10 @@ class SimMembership:
         self.membership.revive(address, self._hub.kernel.now)
         self._carry_out()
 
+    def stop(self, why: str) -> None:
+        self.membership.stop(why, self._hub.kernel.now)
+        self._carry_out()
+
     def _wake(self, planned: float) -> None:
         if self._wakes_at == planned:
             self._wakes_at = None

@@ -25,7 +25,7 @@ from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
 from torrential.trainer.observer import Observer
 from torrential.trainer.server_plan import ServerPlan
-from torrential.worlds.base import RETURNED, Job, Listener, going_on_from
+from torrential.worlds.base import RETURNED, Job, RunWatcher, going_on_from
 from torrential.worlds.failure import attributed, describe, failed, going_on, resuming
 from torrential.worlds.population import population
 from torrential.worlds.sim.cluster import Cluster, Fault
@@ -66,12 +66,18 @@ class SimWorld:
     ) -> None:
         self._cluster, self._observer, self._watch = cluster, observer, watch
 
-    def run(self, job: Job, write: Callable[[Record], None], listener: Listener) -> None:
+    def run(
+        self,
+        job: Job,
+        write: Callable[[Record], None],
+        watcher: RunWatcher,
+        stop_reason: Callable[[], str | None] = lambda: None,
+    ) -> None:
         threads, thresholds = torch.get_num_threads(), gc.get_threshold()
         torch.set_num_threads(job.config.settings.threads or 1)
         dry = job.config.sim.gradients == "off"
         gc.set_threshold(YOUNG_AND_EMPTY if dry else YOUNG, *thresholds[1:])
-        run = _Simulation(job, self._cluster, write, listener, self._observer, self._watch)
+        run = _Simulation(job, self._cluster, write, watcher, stop_reason, self._observer, self._watch)
         try:
             run.simulate()
         finally:
@@ -101,12 +107,13 @@ class _Simulation:
         job: Job,
         cluster: Cluster,
         write: Callable[[Record], None],
-        listener: Listener,
+        watcher: RunWatcher,
+        stop_reason: Callable[[], str | None],
         make_observer: Callable[..., Observer],
         watch: SimulationWatch | None,
     ) -> None:
-        self._job, self._cluster, self._write_record, self._listener = job, cluster, write, listener
-        self._watch = watch
+        self._job, self._cluster, self._write_record, self._watch = job, cluster, write, watch
+        self._watcher, self._stop_reason = watcher, stop_reason
         config = self._config = job.config
         self._kernel = Kernel()
         self._kernel.now = job.elapsed
@@ -208,7 +215,7 @@ class _Simulation:
         self._write(Event(event=event, time=self._kernel.now, step=step, worker=worker, detail=detail))
 
     def state(self, worker: int, state: str) -> None:
-        self._listener.worker_state(worker, state)
+        self._watcher.worker_state(worker, state)
 
     # -- roles ----------------------------------------------------------------------------------------------------
     def _start_program(self, who: Who) -> None:
@@ -333,4 +340,6 @@ class _Simulation:
             self._step = max(self._step, record.step)
             self._membership.stepped(self._step)
         self._write_record(record)
-        self._listener.record(record)
+        self._watcher.record(record)
+        if (why := self._stop_reason()) is not None:
+            self._kernel.after(0.0, self._group.stop, why)

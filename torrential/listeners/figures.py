@@ -1,0 +1,25 @@
+"""Records as loggers take them: figures with names, each at a number of samples.
+
+train/loss                              of every worker
+validation/accuracy, validation/loss    at every evaluation; and test/accuracy, test/loss at the end
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from torrential.errors import BadInput
+from torrential.records import Evaluation, Step
+
+
+def figures_of(record: Step | Evaluation, metric: str) -> dict[str, float]:
+    """The figures of a record by name. `metric`: the name of the task's metric."""
+    if isinstance(record, Step):
+        return {"train/loss": record.loss}
+    return {f"{record.split}/{metric}": record.value, f"{record.split}/loss": record.loss}
+
+
+def need(package: str, what: str) -> None:
+    """Refuse what needs a package that is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise BadInput(f"{what} needs the package {package}, which is not installed; pip install {package}")
