@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torrential.bench.job import Vector, bench_job
 from torrential.config import LocalSettings
 from torrential.errors import RunFailed
+from torrential.optimizers import optimizer
 from torrential.records import Record
 from torrential.run import Silent
 from torrential.server.client import Client, PendingRequest
@@ -41,7 +42,6 @@ from torrential.server.consistency import Consistency
 from torrential.strategies.base import Strategy
 from torrential.strategies.context import Context
 from torrential.strategies.roles import Role, Roles, Servers
-from torrential.task import optimizer
 from torrential.worlds.base import Job
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.supervisor import LocalWorld

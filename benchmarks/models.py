@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from torrential.task import OptimizerSpec, Task, optimizer
+from torrential.optimizers import OptimizerSpec, optimizer
+from torrential.task import Task
 
 CLASSES = 10
 HELD_OUT = 64  # samples; evaluation is not what is measured

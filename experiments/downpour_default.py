@@ -32,9 +32,10 @@ from torch.utils.data import Subset, TensorDataset
 
 from experiments.jobs import options, run_missing
 from torrential.errors import NonFiniteLoss, RunFailed
+from torrential.optimizers import OptimizerSpec, optimizer
 from torrential.records import replace_file
 from torrential.run import train
-from torrential.task import OptimizerSpec, Task, optimizer
+from torrential.task import Task
 from torrential.tasks import load_task
 
 WORKERS = (1, 2, 4, 8)

@@ -27,9 +27,9 @@ from typing import Any
 
 from experiments.jobs import options, run_missing
 from torrential.errors import Diverged
+from torrential.optimizers import optimizer
 from torrential.records import Evaluation, replace_file
 from torrential.run import train
-from torrential.task import optimizer
 from torrential.tasks import load_task
 
 REPLICAS = 8

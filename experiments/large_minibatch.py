@@ -215,7 +215,7 @@ def settings_for(args: argparse.Namespace) -> Settings:
         base_batch=args.base_batch,
         batches=sorted({args.base_batch, *(int(batch) for batch in args.batches.split(","))}),
         warmup=args.epochs * 5 / 90 if args.warmup is None else args.warmup,
-        lr=task.optimizer.lr,
+        lr=task.optimizer_spec.lr,
         task_batch=task.batch_size,
         samples=len(task.train),  # type: ignore[arg-type]
     )

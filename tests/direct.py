@@ -6,12 +6,12 @@ import torch
 from network import Hub, MemoryComm, flat_layout
 
 from torrential.comm.protocol import SERVERS, Letter
+from torrential.optimizers import OptimizerSpec
 from torrential.server import ring
 from torrential.server.consistency import Consistency
 from torrential.server.messages import Done, Pull, Push, View
 from torrential.server.server import Server
 from torrential.server.shard import Initial
-from torrential.task import OptimizerSpec
 
 
 class Desk(MemoryComm):

@@ -17,6 +17,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from torrential.comm.protocol import SERVERS, Letter, Meter, letter_by_letter
+from torrential.optimizers import OptimizerSpec
 from torrential.params.base import Finished
 from torrential.params.layout import Bucket, Layout, ParameterEntry
 from torrential.server import ring
@@ -25,7 +26,6 @@ from torrential.server.consistency import Consistency
 from torrential.server.messages import View
 from torrential.server.server import Server
 from torrential.server.shard import Initial
-from torrential.task import OptimizerSpec
 
 MOST_EVENTS = 300_000
 TICK = 1e-3  # seconds of the network's clock from one event to the next

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,11 @@ def plain_loop(
     *,
     steps: int,
     clip: float | None = None,
+    before: Callable[[int], None] = lambda seen: None,
+    after: Callable[[], None] = lambda: None,
 ) -> nn.Module:
-    """Ordinary training on joined batches, in the order in which a run with seed 0 deals the samples out."""
+    """Ordinary training on joined batches, in the order in which a run with seed 0 deals the samples out. `before` and
+    `after` are called around each step, `before` with the samples seen."""
     deal = Deal(len(task.train), seed=0)
     for _ in range(steps):
         indices = deal.share(0, 1, batch).indices
@@ -58,7 +61,9 @@ def plain_loop(
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
             assert norm > clip, "nothing was clipped, so nothing is shown"
+        before(deal.epoch * len(task.train) + deal.cursor)
         optimizer.step()
+        after()
         deal.advance(len(indices))
     return model
 

@@ -10,8 +10,8 @@ from network import Hub, MemoryComm, flat_layout
 
 from torrential import fused
 from torrential.errors import BadInput
+from torrential.optimizers import OptimizerSpec, ParameterGroup, optimizer
 from torrential.server.optimizer import RangeOptimizer, Store
-from torrential.task import OptimizerSpec, optimizer
 
 HALVES = [torch.bfloat16, torch.float16]
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -104,7 +104,8 @@ def test_groups_without_weight_decay_are_tried_too(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fused, "_found", {})
     monkeypatch.setattr(fused, "_try", lambda kind, dtype, device_type, options: bool(options["weight_decay"]))
     whole = OptimizerSpec(torch.optim.SGD, 0.1, {"weight_decay": 0.1})
-    partly = OptimizerSpec(torch.optim.SGD, 0.1, {"weight_decay": 0.1}, frozenset({"bias"}))
+    group = ParameterGroup(frozenset({"bias"}), {"weight_decay": 0.0})
+    partly = OptimizerSpec(torch.optim.SGD, 0.1, {"weight_decay": 0.1}, (group,))
     assert whole.build([torch.ones(2)]).defaults["fused"]
     assert not partly.build([torch.ones(2)], names=["bias"]).defaults["fused"]
 

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "torrential"
 
 LAYERS = [
-    {"errors", "records", "task", "config", "options", "usercode", "version", "cache"}
+    {"errors", "records", "optimizers", "schedulers", "task", "config", "options", "usercode", "version", "cache"}
     | {"descriptors", "files", "fused", "locks", "processes", "search_path", "streams"},
     {"data", "optim", "shipping", "tasks", "userfiles"},
     {"comm"},

@@ -47,6 +47,7 @@ NAMES = [
     "optimizer",
     "read_records",
     "report",
+    "scheduler",
     "train",
 ]
 

@@ -16,6 +16,7 @@ from tests.test_contract import WORLDS
 from tests.test_equivalence import assert_equal_models, fresh, plain_loop, small_task
 from torrential.errors import BadInput, RunFailed
 from torrential.optim.rates import Rates
+from torrential.optimizers import OptimizerSpec
 from torrential.params.layout import plan
 from torrential.params.whole import form_of
 from torrential.strategies import STRATEGIES
@@ -101,7 +102,7 @@ def train(kind: type[torch.optim.Optimizer], out: Path, strategy: str, world: st
 def test_groups_keep_their_ratio_to_the_base_rate() -> None:
     one, two = torch.ones(2), torch.ones(2)
     built = torch.optim.SGD([{"params": [one]}, {"params": [two], "lr": 0.3}], lr=0.1)
-    rates = Rates(built, 0.1)
+    rates = Rates(built, OptimizerSpec(torch.optim.SGD, 0.1))
     rates.set(0.05)
     assert [group["lr"] for group in built.param_groups] == [0.05, pytest.approx(0.15)]
     built.step()

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torrential.optimizers import optimizer
 from torrential.params.base import Finished, Update
 from torrential.params.layout import plan
 from torrential.params.replicated import ReplicatedParameters
-from torrential.task import optimizer
 
 CPU = torch.device("cpu")
 

@@ -18,6 +18,7 @@ from tests import test_faults
 from tests.test_equivalence import assert_equal_models
 from tests.test_faults import Run
 from torrential.errors import BadInput
+from torrential.optimizers import OptimizerSpec
 from torrential.records import Event, Step, Summary
 from torrential.server.consistency import Consistency
 from torrential.server.shard import Shard
@@ -25,7 +26,6 @@ from torrential.strategies import STRATEGIES
 from torrential.strategies.context import Context
 from torrential.strategies.downpour import Downpour
 from torrential.strategies.roles import Role, Roles, Servers
-from torrential.task import OptimizerSpec
 from torrential.tasks import load_task
 
 pytestmark = pytest.mark.timeout(120)

@@ -7,9 +7,9 @@ from network import Cluster, Hub
 from torrential.comm.protocol import SERVERS
 from torrential.errors import BadInput
 from torrential.optim.lars import LARS
+from torrential.optimizers import OptimizerSpec
 from torrential.server.consistency import Consistency
 from torrential.server.messages import Push
-from torrential.task import OptimizerSpec
 
 SGD = OptimizerSpec(torch.optim.SGD, 1.0)
 

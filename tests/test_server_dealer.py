@@ -10,12 +10,12 @@ from network import Cluster, Hub
 from torrential.comm.protocol import SERVERS
 from torrential.data.deal import Deal
 from torrential.errors import RunFailed
+from torrential.optimizers import OptimizerSpec
 from torrential.server.consistency import Consistency
 from torrential.server.copies import join_copies
 from torrential.server.dealer import Dealer
 from torrential.server.optimizer import Store
 from torrential.server.shard import Shard
-from torrential.task import OptimizerSpec
 
 
 def test_a_lease_is_given_back_and_dealt_again_first():

@@ -11,12 +11,12 @@ from network import Hub, MemoryComm, flat_layout
 from torch import Tensor
 
 from torrential.comm.protocol import SERVERS, Letter
+from torrential.optimizers import OptimizerSpec
 from torrential.server import ring
 from torrential.server.consistency import Consistency
 from torrential.server.messages import LIFE_BITS, Done, Mark, Marking, Pull, Push, Request, Save, View
 from torrential.server.server import Server
 from torrential.server.shard import Initial
-from torrential.task import OptimizerSpec
 
 NUMEL = 8
 

@@ -9,12 +9,12 @@ from network import Cluster, Hub
 
 from torrential.comm.protocol import SERVERS
 from torrential.data.deal import Batch
+from torrential.optimizers import OptimizerSpec
 from torrential.server.dealer import Dealer
 from torrential.strategies.backup import Backup
 from torrential.strategies.base import servers_of
 from torrential.strategies.downpour import Downpour
 from torrential.strategies.ssp import Ssp
-from torrential.task import OptimizerSpec
 from torrential.trainer.slow import Slow
 
 BATCH_SECONDS = 10.0  # of the network's clock, on which an event takes a thousandth

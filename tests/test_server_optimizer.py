@@ -8,10 +8,10 @@ from network import Hub, MemoryComm, flat_layout
 from torch import Tensor
 
 from torrential.errors import BadInput, RunFailed
+from torrential.optimizers import OptimizerSpec, ParameterGroup
 from torrential.params.layout import Bucket, Layout, ParameterEntry
 from torrential.server.optimizer import RangeOptimizer, Store, bounds
 from torrential.server.whole import optimizer_of
-from torrential.task import OptimizerSpec
 
 SIZES = (40, 7, 53)
 NUMEL = sum(SIZES)
@@ -23,7 +23,12 @@ SPECS = {
         {"lr_decay": 0.1, "weight_decay": 0.01, "initial_accumulator_value": 0.5, "eps": 1e-3, "maximize": True},
     ),
     "adagrad, not fused": OptimizerSpec(torch.optim.Adagrad, 0.1, {"foreach": False, "lr_decay": 0.1}),
-    "adagrad, some exempt": OptimizerSpec(torch.optim.Adagrad, 0.1, {"weight_decay": 0.1}, frozenset({"p1"})),
+    "adagrad, some exempt": OptimizerSpec(
+        torch.optim.Adagrad,
+        0.1,
+        {"weight_decay": 0.1},
+        (ParameterGroup(frozenset({"p1"}), {"weight_decay": 0.0}), ParameterGroup(frozenset({"p0", "p2"}))),
+    ),
     "sgd": OptimizerSpec(torch.optim.SGD, 0.1, {"momentum": 0.9}),
     "adam": OptimizerSpec(torch.optim.Adam, 0.1),
 }

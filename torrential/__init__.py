@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from torrential.listeners.mlflow import MLflow
     from torrential.listeners.tensorboard import TensorBoard
     from torrential.listeners.wandb import WandB
+    from torrential.optimizers import optimizer
     from torrential.records import read_records
     from torrential.reporting.page import report
     from torrential.run import TrainResult, train
+    from torrential.schedulers import scheduler
     from torrential.server.consistency import Consistency
     from torrential.server.messages import View
     from torrential.server.shard import Shard
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from torrential.strategies.ssp import Ssp
     from torrential.study.compare import compare
     from torrential.study.comparison import Comparison
-    from torrential.task import Task, accuracy, optimizer
+    from torrential.task import Task, accuracy
     from torrential.tasks import load_task
     from torrential.worlds.sim.cluster import Cluster
 
@@ -75,6 +77,7 @@ __all__ = [
     "optimizer",
     "read_records",
     "report",
+    "scheduler",
     "train",
 ]
 
@@ -110,9 +113,10 @@ _HOME = {
     "compare": "torrential.study.compare",
     "export": "torrential.exporting",
     "load_task": "torrential.tasks",
-    "optimizer": "torrential.task",
+    "optimizer": "torrential.optimizers",
     "read_records": "torrential.records",
     "report": "torrential.reporting.page",
+    "scheduler": "torrential.schedulers",
     "train": "torrential.run",
 }
 

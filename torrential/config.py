@@ -140,6 +140,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     settings: LocalSettings | SimSettings
     recipe: Recipe = Recipe()
     cluster: dict[str, Any] | None = None  # what is simulated, as in a cluster file
+    schedule: dict[str, Any] | None = None  # the task's own: rates or factors in the course of the run
     base_batch: Count = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled
     minimize: bool = False  # whether a smaller value of the metric is better
 

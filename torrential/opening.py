@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch import nn
 
 from torrential import checkpoint as checkpoints
 from torrential import processes, records
@@ -18,6 +19,9 @@ from torrential.config import RunConfig, read_config
 from torrential.errors import BadInput
 from torrential.limits import check_target, differences, extended, idle_patience, jumps, reached
 from torrential.locks import lock_directory
+from torrential.optim.built import over_model
+from torrential.optim.own_schedule import bound
+from torrential.optim.schedule import examine_schedule
 from torrential.records import Evaluation, Summary
 from torrential.resolve import RunRequest, choose_device, resolve
 from torrential.strategies.base import Strategy
@@ -105,19 +109,25 @@ def _resumed(
     if task is None:
         task = _load_task(directory, config)
     strategy = _same_strategy(directory, config, given)
+    model = build_model(task)
+    spec = over_model(task.optimizer, model)
     task = replace(
         with_validation(task, config.seed),
         batch_size=config.batch_size,
         epochs=config.epochs,
-        optimizer=task.optimizer.with_lr(config.lr),
+        optimizer=spec.with_lr(config.lr),
     )
+    schedule, described = examine_schedule(config, config.samples_per_step, bound(task.schedule, spec))
+    if described != config.schedule:
+        raise BadInput(f"the task's schedule has changed ({config.schedule} then, {described} now); start another run")
+    task = replace(task, schedule=schedule)
     path = directory / records.RECORDS
     checkpoint, skipped = checkpoints.latest(directory / "checkpoints")
-    _check_same(directory, config, task, checkpoint)
+    _check_same(directory, config, task, model, checkpoint)
     for why in skipped:
         standard_error().print(f"skipped a damaged checkpoint: {why}", markup=False, highlight=False, soft_wrap=True)
-    then, config = config, extended(config, limits)
-    check_target(config.target, task)
+    then = config
+    config, task, warnings = _with_limits(then, task, checkpoint, limits)
     over = _check_unfinished(directory, config, task, checkpoint, given_limits=bool(limits))
     if config != then:
         records.write_manifest(directory, msgspec.structs.replace(manifest, config=msgspec.to_builtins(config)))
@@ -129,21 +139,33 @@ def _resumed(
         dealer = msgspec.structs.replace(checkpoint.dealer, epochs=config.epochs)
         checkpoint = replace(checkpoint, dealer=dealer)
     evaluations = [r for r in kept if isinstance(r, Evaluation)]
-    warnings = [*idle_patience(config), *(jumps(then, config, checkpoint) if checkpoint else [])] if limits else []
-    changed = differences(then, config)
-    if checkpoint and over:
-        config = msgspec.structs.replace(config, steps=checkpoint.step)  # only the last word is missing
+    last_word = {"steps": checkpoint.step} if checkpoint and over else {}  # which is all that is missing
     return Job(
-        config,
-        replace(task, epochs=config.epochs),
+        msgspec.structs.replace(config, **last_word),
+        task,
         strategy,
         directory,
         checkpoint,
         warnings=warnings,
-        extended=changed,
+        extended=differences(then, config),
         elapsed=max((r.time for r in kept if not isinstance(r, Summary)), default=0.0),
         evaluated={(e.split, e.step): e.time for e in evaluations},
     )
+
+
+def _with_limits(
+    then: RunConfig, task: Task, checkpoint: checkpoints.Checkpoint | None, limits: Mapping[str, Any]
+) -> tuple[RunConfig, Task, list[str]]:
+    """The configuration and the task with other limits, and lines on what is not as it was."""
+    config = extended(then, limits)
+    if config == then:
+        return config, task, []
+    check_target(config.target, task)
+    schedule, described = examine_schedule(config, config.samples_per_step, task.schedule)
+    config = msgspec.structs.replace(config, schedule=described)
+    task = replace(task, epochs=config.epochs, schedule=schedule)
+    changed = [] if checkpoint is None else jumps(then, config, checkpoint, schedule)
+    return config, task, idle_patience(config) + changed
 
 
 def _check_unfinished(
@@ -211,7 +233,9 @@ def _source_of_strategy(directory: Path, config: RunConfig) -> str:
     return config.strategy
 
 
-def _check_same(directory: Path, config: RunConfig, task: Task, checkpoint: checkpoints.Checkpoint | None) -> None:
+def _check_same(
+    directory: Path, config: RunConfig, task: Task, model: nn.Module, checkpoint: checkpoints.Checkpoint | None
+) -> None:
     """A run goes on only with the task it was begun with."""
     samples = len(task.train)  # type: ignore[arg-type]
     if samples != config.samples:
@@ -219,10 +243,10 @@ def _check_same(directory: Path, config: RunConfig, task: Task, checkpoint: chec
             f"the task of {directory} has changed (training samples: {config.samples} then, {samples} now); "
             "start another run"
         )
-    if task.optimizer.describe() != config.optimizer:
-        raise BadInput(f"the task's optimizer has changed ({config.optimizer} then, {task.optimizer.describe()} now)")
+    if (described := task.optimizer_spec.describe()) != config.optimizer:
+        raise BadInput(f"the task's optimizer has changed ({config.optimizer} then, {described} now)")
     if checkpoint is not None:
-        now = {name: tuple(tensor.shape) for name, tensor in build_model(task).state_dict().items()}
+        now = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         then = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
         if now != then:
             odd = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))

@@ -20,12 +20,16 @@ from torrential.data.resize import Resize
 from torrential.descriptors import check_descriptors
 from torrential.errors import BadInput, UnknownName
 from torrential.limits import check_target, idle_patience
+from torrential.optim.built import over_model
+from torrential.optim.own_schedule import bound
 from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make_recipe, without_effect
-from torrential.optim.schedule import schedule_of
+from torrential.optim.schedule import examine_schedule, schedule_of
+from torrential.optimizers import OptimizerSpec
 from torrential.options import make
+from torrential.schedulers import Scheduler
 from torrential.strategies.base import Strategy, needs_servers
 from torrential.strategies.registry import Given, Resolved, plain_options, resolve_strategy
-from torrential.task import OptimizerSpec, Task, with_validation
+from torrential.task import Task, with_validation
 from torrential.trainer.optimizer import check_optimizer
 from torrential.trainer.slow import Slow
 from torrential.tryout import Sample, try_once, try_resized
@@ -76,9 +80,10 @@ def resolve(asked: RunRequest) -> ResolvedRun:
     """Check everything that can be checked before a process is started."""
     found = resolve_strategy(asked.strategy)
     strategy, settings, recipe = split_options(asked, found)
-    task = _task(asked, strategy)
+    task = _task(asked)
     _check_numbers(asked, task)
     model, sample = try_once(task)
+    task = _with_optimizer(task, asked, strategy, model)
     device = choose_device(asked.device)
     servers = _servers(asked, strategy, settings, model)
     if isinstance(settings, LocalSettings):
@@ -106,8 +111,8 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         target=task.target,
         samples=len(task.train),  # type: ignore[arg-type]
         batch_size=task.batch_size,
-        lr=task.optimizer.lr,
-        optimizer=task.optimizer.describe(),
+        lr=task.optimizer_spec.lr,
+        optimizer=task.optimizer_spec.describe(),
         seed=asked.seed,
         device=device,
         settings=settings,
@@ -117,22 +122,29 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         samples_per_step=joined,
         minimize=not task.maximize,
     )
+    schedule, described = examine_schedule(config, joined, task.schedule)
+    config, task = msgspec.structs.replace(config, schedule=described), replace(task, schedule=schedule)
     changes, warnings = _check_recipe(config, strategy, task, model, sample, asked)
     return ResolvedRun(config, task, strategy, changes, warnings)
 
 
-def _task(asked: RunRequest, strategy: Strategy) -> Task:
+def _task(asked: RunRequest) -> Task:
     """The task with what was asked for in the place of its own figures."""
     task = with_validation(asked.task, asked.seed)
-    with calling("optimizer", whose=type(strategy).name):
-        rate = strategy.optimizer(task.optimizer).lr if asked.lr is None else asked.lr
     return replace(
         task,
         batch_size=task.batch_size if asked.batch_size is None else asked.batch_size,
         epochs=task.epochs if asked.epochs is None else asked.epochs,
-        optimizer=task.optimizer.with_lr(rate),
         target=task.target if asked.target is None else asked.target,
     )
+
+
+def _with_optimizer(task: Task, asked: RunRequest, strategy: Strategy, model: nn.Module) -> Task:
+    """The task with its optimizer and schedule made over the model, at the run's rate."""
+    spec = over_model(task.optimizer, model)
+    with calling("optimizer", whose=type(strategy).name):
+        rate = strategy.optimizer(spec).lr if asked.lr is None else asked.lr
+    return replace(task, optimizer=spec.with_lr(rate), schedule=bound(task.schedule, spec))
 
 
 def _check_numbers(asked: RunRequest, task: Task) -> None:
@@ -318,9 +330,10 @@ def _check_recipe(
     """Refuse what cannot work; say in one line what the recipe changes, and in others what is likely a mistake."""
     recipe, joined = config.recipe, config.samples_per_step
     _check_steps(config, strategy)
-    schedule = schedule_of(config, joined)
-    adapted = adapt_optimizer(recipe, task.optimizer, model)
-    replaced = _servers_optimizer(config, strategy, adapted, asked)
+    schedule = schedule_of(config, joined, task.schedule)
+    adapted = adapt_optimizer(recipe, task.optimizer_spec, model)
+    replaced = _servers_optimizer(config, strategy, adapted, over_model(asked.task.optimizer, model).lr)
+    _check_moves(task, strategy, adapted)
     warnings = without_effect(recipe, asked.options, schedule, config.batch_size, model) + replaced
     warnings += idle_patience(config)
     if recipe.layerwise == "lars" and asked.lr is None:
@@ -329,9 +342,8 @@ def _check_recipe(
             f"try --lr {40 * config.lr:g}"
         )
     model = adapt_model(recipe, model)
-    warnings += check_optimizer(
-        config, strategy, strategy.optimizer(adapt_optimizer(recipe, task.optimizer, model)), model
-    )
+    used = strategy.optimizer(adapt_optimizer(recipe, task.optimizer_spec, model))
+    warnings += check_optimizer(config, strategy, used, model, schedule)
     if recipe.resize is not None:
         try_resized(Resize.parse(recipe.resize), task, model, sample)
     return describe(recipe, schedule, joined, model), warnings
@@ -354,7 +366,19 @@ def _check_steps(config: RunConfig, strategy: Strategy) -> None:
         )
 
 
-def _servers_optimizer(config: RunConfig, strategy: Strategy, adapted: OptimizerSpec, asked: RunRequest) -> list[str]:
+def _check_moves(task: Task, strategy: Strategy, adapted: OptimizerSpec) -> None:
+    """Whether the optimizer that is used has everything that the task's schedule moves."""
+    if isinstance(task.schedule, Scheduler) and task.schedule.moves:
+        used = strategy.optimizer(adapted)
+        for option in task.schedule.moves:
+            if option not in used.defaults():
+                raise BadInput(
+                    f"the task's schedule moves {option}, which {used.kind.__name__} has not, the optimizer of "
+                    f"{type(strategy).name}; have the schedule move the rate alone (cycle_momentum=False)"
+                )
+
+
+def _servers_optimizer(config: RunConfig, strategy: Strategy, adapted: OptimizerSpec, own_rate: float) -> list[str]:
     """A warning where the servers have an optimizer of their own in the place of the task's."""
     name, layerwise = type(strategy).name, config.recipe.layerwise
     kind = strategy.optimizer(adapted).kind
@@ -367,6 +391,6 @@ def _servers_optimizer(config: RunConfig, strategy: Strategy, adapted: Optimizer
         )
     return [
         f"the servers of {name} use {kind.__name__} at {config.lr:g} in the place of the task's "
-        f"{adapted.kind.__name__} at {asked.task.optimizer.lr:g}; --lr gives another rate, --set server=task keeps "
+        f"{adapted.kind.__name__} at {own_rate:g}; --lr gives another rate, --set server=task keeps "
         "the task's optimizer"
     ]

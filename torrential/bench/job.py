@@ -12,8 +12,9 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from torrential.config import LocalSettings, RunConfig
+from torrential.optimizers import optimizer
 from torrential.strategies.base import Strategy
-from torrential.task import Task, optimizer
+from torrential.task import Task
 from torrential.worlds.base import Job
 
 
@@ -53,8 +54,8 @@ def bench_job(strategy: Strategy, settings: LocalSettings, workers: int, servers
         samples=workers,
         batch_size=1,
         samples_per_step=workers,
-        lr=task.optimizer.lr,
-        optimizer=task.optimizer.describe(),
+        lr=task.optimizer_spec.lr,
+        optimizer=task.optimizer_spec.describe(),
         seed=0,
         device="cpu",
         settings=settings,

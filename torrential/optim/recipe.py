@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 from typing import Any
 
@@ -16,8 +15,8 @@ from torrential.optim.lamb import LAMB
 from torrential.optim.lars import LARS
 from torrential.optim.norms import exempt, ghost, zero_last_gamma
 from torrential.optim.schedule import Schedule
+from torrential.optimizers import OptimizerSpec
 from torrential.options import make
-from torrential.task import OptimizerSpec
 
 RECIPES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -50,10 +49,21 @@ def adapt_model(recipe: Recipe, model: nn.Module) -> nn.Module:
 
 
 def adapt_optimizer(recipe: Recipe, spec: OptimizerSpec, model: nn.Module) -> OptimizerSpec:
-    if not recipe.decay_norms or recipe.layerwise != "none":
-        spec = dataclasses.replace(spec, exempt=frozenset(exempt(model)))
-    if recipe.layerwise == "none":
+    """The task's optimizer as the recipe wants it, over the whole model."""
+    if recipe.layerwise != "none":
+        spec = _layerwise(recipe, spec)
+    elif recipe.decay_norms:
         return spec
+    spared = {"weight_decay": 0.0, "layerwise": False}
+    known = spec.defaults()
+    different = {name: value for name, value in spared.items() if name in known}
+    trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    names = trained & exempt(model)
+    return spec.divided(names, trained, different) if different and names else spec
+
+
+def _layerwise(recipe: Recipe, spec: OptimizerSpec) -> OptimizerSpec:
+    """LARS or LAMB in the place of the task's optimizer."""
     ordinary, layerwise = _LAYERWISE[recipe.layerwise]
     first = ordinary[0].__name__
     if spec.kind not in ordinary:  # a subclass would lose what it does by itself
@@ -62,13 +72,12 @@ def adapt_optimizer(recipe: Recipe, spec: OptimizerSpec, model: nn.Module) -> Op
             f"(the task's optimizer: {spec.kind.__name__}); give the task optimizer({first.lower()!r}, ...)"
         )
     kept = ("momentum", "weight_decay") if layerwise is LARS else ("betas", "eps", "weight_decay")
-    lost = [f"{name}={value!r}" for name, value in spec.options.items() if value and name not in kept + _FOR_SPEED]
+    given = {name: value for options in reversed(spec.option_sets()) for name, value in options.items() if value}
+    lost = [f"{name}={value!r}" for name, value in given.items() if name not in kept + _FOR_SPEED]
     if lost:
         raise BadInput(f"{layerwise.__name__} has no {', '.join(lost)}, which the task's optimizer has; leave it out")
-    options = {name: value for name, value in spec.options.items() if name in kept}
-    if layerwise is LARS:
-        options["trust"] = recipe.trust
-    return dataclasses.replace(spec, kind=layerwise, options=options)
+    more = {"trust": recipe.trust} if layerwise is LARS else {}
+    return spec.replaced(layerwise, spec.lr, kept, **more)
 
 
 def describe(recipe: Recipe, schedule: Schedule, joined: int, model: nn.Module) -> str:
@@ -88,6 +97,8 @@ def describe(recipe: Recipe, schedule: Schedule, joined: int, model: nn.Module) 
         parts += _steps(recipe, schedule, joined)
     elif recipe.schedule != "constant":
         parts.append(f"{recipe.schedule} decay")
+    if schedule.own is not None:
+        parts.append(schedule.own.in_words())
     if not recipe.decay_norms:
         parts.append(f"no weight decay on {len(exempt(model))} norm and bias tensors")
     if recipe.zero_gamma:

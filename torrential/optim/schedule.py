@@ -13,11 +13,15 @@ Indexed by samples, not steps, so that a batch that grows, or a worker that dies
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torrential.config import Recipe, RunConfig
 from torrential.errors import BadInput
+from torrential.optim.own_schedule import Given, OwnSchedule, SteppedSchedule, own_schedule
+from torrential.schedulers import Scheduler
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,15 @@ class Schedule:
     base_batch: int  # the joined batch it is meant for
     samples: int  # in the training set
     total: int  # to be seen in the run
+    own: OwnSchedule | None = None  # the task's
 
     def __post_init__(self) -> None:
         recipe = self.recipe
+        if self.own is not None and recipe.schedule != "constant":
+            raise BadInput(
+                f"the task has a schedule of its own, and schedule={recipe.schedule} would be another; use --set "
+                "schedule=constant, or leave out the task's"
+            )
         epochs = self.total / self.samples
         if self.warmup < 0:
             raise BadInput(f"warm-up cannot be negative (warmup: {recipe.warmup:g} epochs); use --set warmup=0")
@@ -76,7 +86,11 @@ class Schedule:
 
     def rate(self, seen: int, joined: int) -> float:
         """The learning rate of the step that begins after `seen` samples, when all members together take `joined`
-        (before growth)."""
+        (before growth). The task's own schedule applies on top of scaling and warm-up."""
+        rate = self._rate(seen, joined)
+        return rate if self.own is None else self.own.rate(seen, rate)
+
+    def _rate(self, seen: int, joined: int) -> float:
         peak = self.base * self.scale(joined)
         if seen < self.warmup:
             if self.recipe.warmup_kind == "constant":
@@ -86,7 +100,8 @@ class Schedule:
 
     def constant(self, joined: int) -> bool:
         """Whether the rate is the task's own all the time."""
-        return self.recipe.schedule == "constant" and not self.warmup and self.scale(joined) == 1.0
+        constant = self.own is None and self.recipe.schedule == "constant"
+        return constant and not self.warmup and self.scale(joined) == 1.0
 
     def _decay(self, seen: int) -> float:
         recipe = self.recipe
@@ -129,9 +144,30 @@ class Schedule:
         return f"the rate was {rate:.3g}; lower --lr, clip with clip_norm, or look for nan in the data"
 
 
-def schedule_of(config: RunConfig, joined: int) -> Schedule:
-    """The schedule of a run whose steps take `joined` samples."""
+def examine_schedule(config: RunConfig, joined: int, given: Given | None) -> tuple[Given | None, dict[str, Any] | None]:
+    """The task's own schedule with the options that it moves, and its course in plain values. Raises BadInput where a
+    run cannot follow it."""
+    if given is None:
+        return None, None
+    own, again = (schedule_of(config, joined, given).own for _ in range(2))
+    assert own is not None and again is not None
+    described = own.describe()
+    if again.describe() != described:
+        raise BadInput(
+            "the task's schedule gives other rates when it is asked again, so workers would not have the same; let it "
+            "depend on nothing but the share of the run, or its steps"
+        )
+    if isinstance(own, SteppedSchedule) and isinstance(given, Scheduler):
+        given = dataclasses.replace(given, moves=own.moving())
+    return given, described
+
+
+def schedule_of(config: RunConfig, joined: int, own: Given | None = None) -> Schedule:
+    """The schedule of a run whose steps take `joined` samples. `own`: the task's, if it has one."""
     total = config.epochs * config.samples
     if config.steps is not None:
-        total = min(total, config.steps * joined)
-    return Schedule(config.recipe, config.lr, config.base_batch or config.batch_size, config.samples, total)
+        epochs, more = divmod(config.steps, -(-config.samples // joined))  # an epoch's last step may be a short one
+        total = min(total, epochs * config.samples + more * joined)
+    batch = config.base_batch or config.batch_size
+    given = own_schedule(own, config.samples, batch, total)
+    return Schedule(config.recipe, config.lr, batch, config.samples, total, given)

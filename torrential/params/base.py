@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torrential.comm.protocol import Agreement, Comm, Handle
+from torrential.optimizers import OptimizerSpec
 from torrential.params.layout import Bucket, Layout
-from torrential.task import OptimizerSpec
 
 
 @dataclass(frozen=True)
@@ -106,20 +106,24 @@ ELEMENTWISE = (
 
 def is_elementwise(spec: OptimizerSpec) -> bool:
     """Whether the optimizer may be run on any part of a flat vector; all others get whole tensors (params/whole.py)."""
-    return spec.kind in ELEMENTWISE and not spec.options.get("dampening")  # with which the first step is another
+    dampened = any(options.get("dampening") for options in spec.option_sets())  # with which the first step is another
+    return spec.kind in ELEMENTWISE and not dampened
 
 
 def state_keys(spec: OptimizerSpec, dtype: torch.dtype) -> dict[str, float] | None:
     """The optimizer's per-element state and its initial value, or None if it cannot be run on slices of tensors."""
     if not is_elementwise(spec):
         return None
-    initial, state = _try(spec, dtype)
-    return {k: initial.get(k, 0.0) for k, v in state.items() if v.numel() == 2}
+    found: dict[str, float] = {}
+    for options in spec.option_sets():  # a group may keep more than others, as with momentum of its own
+        initial, state = _try(OptimizerSpec(spec.kind, spec.lr, options), dtype)
+        found = {k: initial.get(k, 0.0) for k, v in state.items() if v.numel() == 2} | found
+    return found
 
 
 def counts_steps(spec: OptimizerSpec) -> bool:
     """Whether the optimizer keeps a step count for each parameter."""
-    return "step" in _try(spec, torch.float32)[1]
+    return "step" in _try(OptimizerSpec(spec.kind, spec.lr, spec.options), torch.float32)[1]
 
 
 def _try(spec: OptimizerSpec, dtype: torch.dtype) -> tuple[dict[str, float], dict[str, Tensor]]:

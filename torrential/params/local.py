@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from torrential.comm.protocol import Agreement
+from torrential.optim.outside import Outside
 from torrential.optim.rates import Rates
+from torrential.optimizers import OptimizerSpec
 from torrential.params.base import computing_device, dtype_name, is_elementwise
 from torrential.params.layout import Layout
 from torrential.params.optimizer_state import begin_momentum, restored, states_of
-from torrential.params.whole import Outside, form_of, in_order
-from torrential.task import OptimizerSpec
+from torrential.params.whole import form_of, in_order
 
 
 class LocalParameters:
@@ -41,10 +42,10 @@ class LocalParameters:
         self._form = None if is_elementwise(spec) else form_of(spec, layout, computing_device(device))
         ordered = in_order(layout)
         self._optimizer = spec.build([parameters[e.index] for e in ordered], device.type, [e.name for e in ordered])
-        self._rates = Rates(self._optimizer, spec.lr)
+        self._rates = Rates(self._optimizer, spec)
         watched = self._form is not None and self._form.outside is None
         self._outside = Outside(self._optimizer) if watched else None
-        begin_momentum(spec, self._optimizer, parameters)
+        begin_momentum(spec, self._optimizer)
 
     def step(self, rate: float, gradient: Tensor | None = None) -> None:
         """Take a step by the gradients that backward has left, or by a flat one."""

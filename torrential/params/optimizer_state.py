@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from torrential.params.whole import OptimizerTraits, is_number
-from torrential.task import OptimizerSpec
+from torrential.optim.outside import is_number
+from torrential.optimizers import OptimizerSpec
+from torrential.params.whole import OptimizerTraits
 
 
 def states_of(
@@ -29,9 +30,10 @@ def restored(key: str, tensor: Tensor, form: OptimizerTraits | None) -> object:
     return kind(tensor.item()) if isinstance(kind, type) else tensor.clone()
 
 
-def begin_momentum(spec: OptimizerSpec, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+def begin_momentum(spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> None:
     """Begin momentum from zero instead of from nothing: the same numbers, but torch's fused step refuses a mixture of
     both, as when a parameter is used later than others."""
-    if spec.kind is torch.optim.SGD and spec.options.get("momentum") and not spec.options.get("dampening"):
-        for parameter in parameters:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    for group in optimizer.param_groups if spec.kind is torch.optim.SGD else ():
+        if group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

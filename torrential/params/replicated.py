@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from torrential.comm.protocol import Agreement, Comm, Handle
 from torrential.errors import RunFailed
+from torrential.optim.outside import Outside
 from torrential.optim.rates import Rates
+from torrential.optimizers import OptimizerSpec
 from torrential.params.base import (
     Finished,
     Update,
@@ -29,8 +31,7 @@ from torrential.params.base import (
 )
 from torrential.params.layout import Bucket, Layout, ParameterEntry
 from torrential.params.optimizer_state import begin_momentum, restored, states_of
-from torrential.params.whole import DRAWS, Outside, form_of, in_order
-from torrential.task import OptimizerSpec
+from torrential.params.whole import DRAWS, form_of, in_order
 
 
 class ReplicatedParameters:
@@ -52,10 +53,10 @@ class ReplicatedParameters:
         self._optimizer = spec.build(
             [self._parameters[e.index] for e in ordered], device.type, [e.name for e in ordered]
         )
-        self._rates = Rates(self._optimizer, spec.lr)
+        self._rates = Rates(self._optimizer, spec)
         self._form = None if is_elementwise(spec) else form_of(spec, layout, computing_device(device))
         self._outside = None if self._form is None or self._form.outside is not None else Outside(self._optimizer)
-        begin_momentum(spec, self._optimizer, self._parameters)
+        begin_momentum(spec, self._optimizer)
         self._staged = reduce_device.type != device.type  # gradients travel to the host and back
         self._summed: dict[torch.dtype, Tensor] = {}
         for dtype, numel in layout.sizes.items():

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torrential.comm.protocol import Agreement, Comm, Handle, Part
 from torrential.comm.shared import MAX_RANKS
 from torrential.optim.rates import Rates
+from torrential.optimizers import OptimizerSpec
 from torrential.params.base import Finished, Update, counts_steps, dtype_name, flat_gradient, gradients, state_keys
 from torrential.params.layout import Bucket, Layout, Piece
-from torrential.task import OptimizerSpec
 
 UNIT = 1 << 18  # elements updated between two entries in the journal
 
@@ -220,7 +220,7 @@ class SharedParameters:
             optimizer.state[parameter] = dict(zip(self._states[dtype], views, strict=True))
             if self._counted:
                 optimizer.state[parameter]["step"] = torch.tensor(float(counts[piece.entry.index]))
-        return Unit(pieces, parameters, states, optimizer, Rates(optimizer, self.spec.lr))
+        return Unit(pieces, parameters, states, optimizer, Rates(optimizer, self.spec))
 
     # -- snapshots ----------------------------------------------------------------------------------------------
     def flat(self) -> dict[str, Tensor]:

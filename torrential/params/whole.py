@@ -17,19 +17,18 @@ class is known to step each tensor by itself, or says so (`per_parameter = True`
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torrential.errors import BadInput, RunFailed
+from torrential.optim.outside import Outside, is_number, kept
 from torrential.optim.rates import Rates
+from torrential.optimizers import OptimizerSpec
 from torrential.params.layout import Layout, ParameterEntry
-from torrential.task import OptimizerSpec
 from torrential.usercode import failed
 
 _STEPS = 3
@@ -90,7 +89,7 @@ _found: dict[tuple[Any, ...], OptimizerTraits] = {}
 
 def form_of(spec: OptimizerSpec, layout: Layout, device_type: str = "cpu") -> OptimizerTraits:
     """Try the optimizer. Raises BadInput if it cannot train such tensors, or changes its learning rate by itself."""
-    key = spec.kind, spec.lr, repr(sorted(spec.options.items())), spec.exempt, layout.entries, device_type
+    key = *spec.key, layout.entries, device_type
     if key not in _found:
         with torch.random.fork_rng(devices=[]):
             _found[key] = _try(spec, in_order(layout), device_type)
@@ -124,7 +123,7 @@ class _Trial:
         self._entries, self._device, self._size, self._most = entries, device_type, size, most
         self.parameters = [as_parameter(e, self._values(e, 0)) for e in entries]
         self.optimizer = spec.build(self.parameters, device_type, [e.name for e in entries])
-        self._rates, self._base = Rates(self.optimizer, spec.lr), spec.lr
+        self._rates, self._base = Rates(self.optimizer, spec), spec.lr
         self.seen = [self._keys()]  # of the state of each tensor: at first, and after every step
 
     def _values(self, entry: ParameterEntry, number: int) -> Tensor:
@@ -197,76 +196,12 @@ def _outside(spec: OptimizerSpec, entries: list[ParameterEntry], device_type: st
     after = _Trial(spec, entries, device_type)
     for (_, old, state), new in zip(first.states(), after.parameters, strict=True):
         new.data.copy_(old.detach())
-        after.optimizer.state[new] = {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items() if _kept(v)}
+        after.optimizer.state[new] = {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items() if kept(v)}
     try:
         after.step(_STEPS)
     except Exception:
         return "something"  # that it cannot do without
     return None if after.equals(together) else "something"
-
-
-class Outside:
-    """The numbers that an optimizer keeps beside its state, as they were when this was made.
-
-    A trial of three steps does not see a number that changes later; whoever saves the optimizer's state looks again.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._begun = dict(_values_outside(optimizer))
-
-    def changed(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """Where `optimizer` keeps a tensor, or another number than this one has seen; None if nowhere."""
-        for where, value in _values_outside(optimizer):
-            if torch.is_tensor(value) or self._begun.get(where) != value:
-                return where
-        return None
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RunFailed if what `optimizer` keeps beside its state has changed."""
-        where = self.changed(optimizer)
-        if where is not None:
-            raise RunFailed(
-                f"{type(optimizer).__name__} keeps {where} outside of its state, and has changed it, so no checkpoint "
-                "and no replica would be right; keep it in self.state[parameter]"
-            )
-
-
-def _values_outside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """Numbers and tensors, by where they are, among the optimizer's attributes, in its groups and in its state of what
-    is no parameter, but rates and what torch keeps there; containers and objects are looked into."""
-    usual = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    seen = {id(thing) for thing in (*parameters, optimizer, optimizer.state, optimizer.param_groups)}
-    for name, value in vars(optimizer).items():
-        if name not in usual:
-            yield from _inside(name, value, seen)
-    for number, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key == "params":
-                yield f"groups[{number}]['params']", len(value)
-            elif key != "lr":
-                yield from _inside(f"groups[{number}][{key!r}]", value, seen)
-    for owner, value in cast("Mapping[object, Any]", optimizer.state).items():
-        if not torch.is_tensor(owner):
-            yield from _inside(f"state[{owner!r}]", value, seen)
-
-
-def _inside(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if _kept(value):
-        if id(value) not in seen:  # else it is a parameter
-            yield name, value
-        return
-    if id(value) in seen or isinstance(value, type | ModuleType) or callable(value):
-        return
-    seen.add(id(value))
-    if isinstance(value, Mapping):
-        inner: Iterable[tuple[object, Any]] = value.items()
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        inner = enumerate(value)
-    else:
-        inner = getattr(value, "__dict__", {}).items()
-    for number, (key, each) in enumerate(inner):
-        yield from _inside(f"{name}[{number if torch.is_tensor(key) else key!r}]", each, seen)
 
 
 def _separable(spec: OptimizerSpec, entries: list[ParameterEntry], device_type: str) -> bool:
@@ -287,17 +222,8 @@ def _is_per_parameter(kind: type[torch.optim.Optimizer]) -> bool:
     return kind in PER_PARAMETER or vars(kind).get("per_parameter") is True
 
 
-def is_number(value: object) -> bool:
-    """Whether a state is one number: Python's, or a tensor without dimensions."""
-    return isinstance(value, bool | int | float) or (torch.is_tensor(value) and value.dim() == 0)
-
-
 def _of_elements(key: str, value: object, parameter: Tensor) -> bool:
     return torch.is_tensor(value) and value.shape == parameter.shape and not (key == "step" and is_number(value))
-
-
-def _kept(value: object) -> bool:
-    return torch.is_tensor(value) or is_number(value)
 
 
 def _numbers(trial: _Trial) -> dict[str, Number]:

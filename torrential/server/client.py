@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torrential.comm.protocol import Letter, Mail, role_name
 from torrential.errors import RunFailed, WaitedTooLong
+from torrential.optim.rates import groups_of
 from torrential.server.cutting import Cutter, Pieces, RangeRequest
 from torrential.server.messages import (
     LIFE_BITS,
@@ -204,7 +205,9 @@ class Client:
         used: Sequence[int] | None,
         lease: int,
     ) -> PendingRequest:
-        options: dict[str, Any] = {"lr": lr, "scale": scale}
+        options: dict[str, Any] = {"lr": float(lr), "scale": scale}
+        if rates := groups_of(lr):
+            options["rates"] = rates
         if used is not None:
             options["used"] = tuple(used)
         if lease:

@@ -278,7 +278,14 @@ class Head:
                 self._close()
             return
         operation = ShardOperation(
-            "push", (asked(ask),), request.spans, request.lr, request.scale, request.used, keys=request.keys
+            "push",
+            (asked(ask),),
+            request.spans,
+            request.lr,
+            request.scale,
+            request.used,
+            keys=request.keys,
+            rates=request.rates,
         )
         self._apply(operation, ask)
         self._reached(ask.worker, self.shard.clocks[ask.worker].least())

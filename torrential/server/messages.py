@@ -58,6 +58,7 @@ class Push(Request, frozen=True, kw_only=True):
     """Gradients for the server's optimizer; tensors as for Add. With `pull` the answer carries the parameters."""
 
     lr: float
+    rates: tuple[dict[str, float | tuple[float, ...]], ...] = ()  # as in optim/rates.py: options by group, if moved
     scale: float = 1.0  # the factor of the gradient
     used: tuple[int, ...] | None = None  # entries of the layout that backward reached; None: all
     version: int = 0  # the version of the parameters it was computed on, for staleness

@@ -42,8 +42,8 @@ def objection(shard: Shard, ask: Ask) -> str | None:
 def _wrong_values(shard: Shard, ask: Ask) -> str | None:
     _, request, tensors = ask
     kind = type(request)
-    if isinstance(request, Push) and not math.isfinite(request.lr * request.scale):
-        return "pushed with a learning rate or scale that is not finite"
+    if isinstance(request, Push) and (wrong := _wrong_rates(shard, request)) is not None:
+        return wrong
     if isinstance(request, Push) and tensors:
         wrong = shard.optimizer.objection(request.spans, request.keys)
         if wrong is not None:
@@ -63,6 +63,21 @@ def _wrong_values(shard: Shard, ask: Ask) -> str | None:
             return f"sent {tensor.dtype} to {_verb(kind)}, where {shard.store.dtype} belongs"
         if not finite(tensor):
             return f"sent NaN or infinite values to {_verb(kind)} at clock {request.clock}; nothing was changed"
+    return None
+
+
+def _wrong_rates(shard: Shard, push: Push) -> str | None:
+    if not math.isfinite(push.lr * push.scale):
+        return "pushed with a learning rate or scale that is not finite"
+    if not push.rates:
+        return None
+    groups = 1 + max((group.number for group in shard.store.spec.groups), default=0)
+    if len(push.rates) != groups:
+        return f"pushed rates of {len(push.rates)} parameter groups, where there are {groups}"
+    values = [value for options in push.rates for value in options.values()]
+    numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
+    if not all(math.isfinite(number) for number in numbers) or any("lr" not in options for options in push.rates):
+        return "pushed options of a parameter group that are not finite, or have no lr"
     return None
 
 

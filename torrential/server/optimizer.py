@@ -21,11 +21,11 @@ from torch import Tensor
 from torrential.comm.protocol import Mail
 from torrential.errors import BadInput
 from torrential.optim.rates import Rates
+from torrential.optimizers import OptimizerSpec
 from torrential.params.base import counts_steps, is_elementwise, state_keys
 from torrential.params.layout import Layout, Piece
 from torrential.params.whole import OptimizerTraits, form_of
 from torrential.server.messages import Span
-from torrential.task import OptimizerSpec
 
 MOST_KEPT = 256  # views and optimizers of parts of a range
 Scalars = dict[int, dict[str, float]]  # by entry, by name
@@ -155,7 +155,14 @@ class _Adagrad:
     """What a fused step of Adagrad comes to, less its preparations: those take many times as long as a small step, and
     small steps of Adagrad are what asynchronous servers do all day."""
 
-    def __init__(self, group: Mapping[str, Any], parameters: list[Tensor], states: Sequence[Mapping[str, Tensor]]):
+    def __init__(
+        self,
+        group: Mapping[str, Any],
+        rates: Rates,
+        parameters: list[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+    ) -> None:
+        self._group, self._rates = group, rates
         self._operands = parameters, [s["sum"] for s in states], [s["step"] for s in states]
         self._counts = [step.numpy() for step in self._operands[2]]  # quicker than torch, for one number
         self._options = {name: group[name] for name in ("lr_decay", "weight_decay", "eps", "maximize")}
@@ -170,6 +177,8 @@ class _Adagrad:
             return
         for i in used:
             self._counts[i][()] += 1
+        self._rates.set(lr)
+        lr = self._group["lr"]
         torch._fused_adagrad_(parameters, gradients, sums, steps, lr=lr, **self._options)  # type: ignore[call-overload]
 
 
@@ -225,10 +234,10 @@ class RangeOptimizer:
         optimizer = self._store.spec.build(parameters, names=names)
         for parameter, state in zip(parameters, states, strict=True):
             optimizer.state[parameter] = state
-        groups = optimizer.param_groups
+        groups, rates = optimizer.param_groups, Rates(optimizer, self._store.spec)
         fused = self._store.spec.kind is torch.optim.Adagrad and optimizer.defaults["fused"] and len(groups) == 1
-        adagrad = _Adagrad(groups[0], parameters, states) if fused else None
-        return _Stepper(numbers, parameters, states, optimizer, Rates(optimizer, self._store.spec.lr), adagrad)
+        adagrad = _Adagrad(groups[0], rates, parameters, states) if fused else None
+        return _Stepper(numbers, parameters, states, optimizer, rates, adagrad)
 
     def scalars(self) -> Scalars:
         names = self._store.optimizer_states.keys()

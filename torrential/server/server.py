@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torrential.comm.protocol import SERVERS, Letter, Mail
 from torrential.errors import RunFailed
+from torrential.optimizers import OptimizerSpec
 from torrential.params.layout import Layout
 from torrential.server.chain import Ask, ChainLink
 from torrential.server.consistency import Consistency
@@ -24,7 +25,6 @@ from torrential.server.head import Head
 from torrential.server.messages import Moved, Refused, Replicate, Replicated, Request, ShardState, View
 from torrential.server.optimizer import Store
 from torrential.server.shard import Handler, Initial, Shard
-from torrential.task import OptimizerSpec
 
 
 @dataclass(frozen=True)

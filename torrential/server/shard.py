@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from torrential.optim.rates import Rate
 from torrential.server.clocks import RangeClock
 from torrential.server.dealer import Dealer
 from torrential.server.messages import ShardState, Span
@@ -50,6 +51,11 @@ class ShardOperation(msgspec.Struct, frozen=True, array_like=True, gc=False):
     workers: tuple[int, ...] = ()
     name: str = ""
     options: dict[str, Any] = {}
+    rates: tuple[dict[str, float | tuple[float, ...]], ...] = ()  # as in messages.Push
+
+    @property
+    def rate(self) -> float:
+        return Rate(self.lr, self.rates) if self.rates else self.lr
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -272,9 +278,9 @@ class Shard:
                 )
             if operation.keys:
                 keys, values = coalesced(gradients[1], gradients[0])
-                self.optimizer.step_keys(keys, values, operation.lr)
+                self.optimizer.step_keys(keys, values, operation.rate)
             else:
-                self.optimizer.step_spans(operation.spans, gradients, operation.lr, operation.used)
+                self.optimizer.step_spans(operation.spans, gradients, operation.rate, operation.used)
             self.version += 1
         if self.dealer is not None:
             for asked in operation.asked:

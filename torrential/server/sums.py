@@ -85,18 +85,19 @@ def operands(shard: Shard, clock: int, asks: Sequence[Ask]) -> tuple[ShardOperat
     used: set[int] | None = set()
     for push, _ in filled:
         used = None if used is None or push.used is None else used | set(push.used)
-    lr, needed = filled[0][0].lr, None if used is None else tuple(sorted(used))
+    lr, rates, needed = filled[0][0].lr, filled[0][0].rates, None if used is None else tuple(sorted(used))
     if all(push.keys for push, _ in filled):
         keys = torch.cat([tensors[1] for _, tensors in filled])
         values = torch.cat([tensors[0] * push.scale for push, tensors in filled])
         once, summed = coalesced(keys, values)
-        return ShardOperation("step", everyone, whole, lr, keys=True, number=clock), [summed, once], False
+        return ShardOperation("step", everyone, whole, lr, keys=True, number=clock, rates=rates), [summed, once], False
     if len(filled) == 1 and filled[0][0].spans == whole:
         push, tensors = filled[0]
-        return ShardOperation("step", everyone, whole, lr, push.scale, needed, number=clock), list(tensors), False
+        step = ShardOperation("step", everyone, whole, lr, push.scale, needed, number=clock, rates=rates)
+        return step, list(tensors), False
     total = shard.store.sum[shard.start : shard.stop]
     _add_up(shard, total, filled)
-    return ShardOperation("step", everyone, whole, lr, used=needed, number=clock), [total], True
+    return ShardOperation("step", everyone, whole, lr, used=needed, number=clock, rates=rates), [total], True
 
 
 def _add_up(shard: Shard, total: Tensor, filled: Sequence[tuple[Push, Sequence[Tensor]]]) -> None:

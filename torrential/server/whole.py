@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from torrential.errors import RunFailed
+from torrential.optim.outside import Outside
 from torrential.optim.rates import Rates
 from torrential.params.layout import ParameterEntry
-from torrential.params.whole import Outside, as_parameter, in_order
+from torrential.params.whole import as_parameter, in_order
 from torrential.server.messages import Span
 from torrential.server.optimizer import RangeOptimizer, Scalars, Store
 
@@ -46,7 +47,7 @@ class WholeOptimizer:
         if self._entries and not store.parameters.is_meta:
             names = [entry.name for entry in self._entries]
             self._optimizer = store.spec.build(self._parameters, names=names)
-            self._rates = Rates(self._optimizer, store.spec.lr)
+            self._rates = Rates(self._optimizer, store.spec)
             self._outside = Outside(self._optimizer)
             for entry, parameter in zip(self._entries, self._parameters, strict=True):
                 if entry.index in scalars:

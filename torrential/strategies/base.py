@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torrential.config import owner_of
 from torrential.data.deal import Batch
 from torrential.errors import BadInput
+from torrential.optimizers import OptimizerSpec
 from torrential.server.client import Answer
 from torrential.strategies.context import Context
 from torrential.strategies.roles import Role, Roles, Servers
-from torrential.task import OptimizerSpec
 
 MANY = 1 << 16  # workers: more than an option of a strategy refuses as too few
 

@@ -16,12 +16,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 import torch
 
+from torrential.optimizers import OptimizerSpec
 from torrential.server.client import PendingRequest
 from torrential.server.consistency import Consistency
 from torrential.strategies.base import Strategy
 from torrential.strategies.context import Context
 from torrential.strategies.roles import Role, Roles, Servers
-from torrential.task import OptimizerSpec
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 ADAGRAD_RATE = 0.01  # torch's default, too
@@ -58,8 +58,7 @@ class Downpour(Strategy, frozen=True, kw_only=True):
     def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         if self.server == "task":
             return spec
-        decay = spec.options.get("weight_decay", 0.0)
-        return OptimizerSpec(torch.optim.Adagrad, ADAGRAD_RATE, {"weight_decay": decay} if decay else {}, spec.exempt)
+        return spec.replaced(torch.optim.Adagrad, ADAGRAD_RATE, ("weight_decay",))
 
     def worker(self, ctx: Context) -> None:
         vector, gradient = ctx.replica.vector(), ctx.replica.gradient()

@@ -17,7 +17,8 @@ from torch.utils.data import TensorDataset
 from torrential.data.cifar import BINARY, NPM, PYTHON, read_cifar10
 from torrential.data.find import Source, find
 from torrential.data.images import FlipAndCrop, Pixels, split
-from torrential.task import OptimizerSpec, Task, optimizer
+from torrential.optimizers import OptimizerSpec, optimizer
+from torrential.task import Task
 from torrential.tasks.resnets import resnet9, resnet20
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from torrential.task import Task, optimizer
+from torrential.optimizers import optimizer
+from torrential.task import Task
 
 _SPLIT_SEED = 0
 _TEST, _VALIDATION = 297, 150

@@ -19,7 +19,8 @@ from torrential.data.find import Source, find
 from torrential.data.idx import read_idx
 from torrential.data.images import Pixels, split
 from torrential.errors import BadInput
-from torrential.task import Task, optimizer
+from torrential.optimizers import optimizer
+from torrential.task import Task
 from torrential.tasks.resnets import resnet8
 
 SOURCE = Source(

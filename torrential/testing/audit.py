@@ -206,7 +206,7 @@ class Audit:
             )
             return
         model = _fresh(self._job)
-        optimizer = task.optimizer.build(model.parameters())
+        optimizer = task.optimizer_spec.build(model.parameters())
         deal, batches = Deal(config.samples, config.seed), Batches(task.train)
         for step in range(1, steps + 1):
             taken = self._taken[step]

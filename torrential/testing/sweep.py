@@ -17,10 +17,11 @@ from torch.utils.data import TensorDataset
 
 from torrential.config import RunConfig, SimSettings
 from torrential.errors import RunFailed, WorkerFailed
+from torrential.optimizers import OptimizerSpec
 from torrential.records import Evaluation, Record
 from torrential.run import Silent
 from torrential.strategies.registry import resolve_strategy
-from torrential.task import OptimizerSpec, Task
+from torrential.task import Task
 from torrential.testing.audit import Audit, Violation
 from torrential.testing.events import last
 from torrential.testing.schedule import FaultSchedule, draw

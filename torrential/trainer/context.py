@@ -53,7 +53,7 @@ class RoleContext:
         self._reduce_device = torch.device("cpu") if reduce_device is None else reduce_device
         self._timed = timed
         alone = comm.address >= COORDINATORS
-        schedule = schedule_of(config, strategy.samples_per_update(config.workers, config.batch_size))
+        schedule = schedule_of(config, strategy.samples_per_update(config.workers, config.batch_size), task.schedule)
         self.servers = servers_of(strategy, config.workers, max(1, config.servers))
         self._first = checkpoint if self.servers is not None or alone or not life else None
         self.state = NamedStates(None if self._first is None else self._first.workers, str(comm.address))

@@ -6,16 +6,18 @@ from torch import nn
 
 from torrential.config import RunConfig
 from torrential.errors import BadInput, RunFailed
-from torrential.optim.schedule import schedule_of
+from torrential.optim.schedule import Schedule
+from torrential.optimizers import OptimizerSpec
 from torrential.params.base import gradients, is_elementwise
 from torrential.params.layout import Layout, plan
 from torrential.params.whole import DRAWS, form_of
 from torrential.server.optimizer import bounds
 from torrential.strategies.base import Strategy, servers_of
-from torrential.task import OptimizerSpec
 
 
-def check_optimizer(config: RunConfig, strategy: Strategy, spec: OptimizerSpec, model: nn.Module) -> list[str]:
+def check_optimizer(
+    config: RunConfig, strategy: Strategy, spec: OptimizerSpec, model: nn.Module, schedule: Schedule
+) -> list[str]:
     """Raise BadInput if the run would not do with the optimizer what a plain loop does; returns what to warn of."""
     layout, name = plan(model, strategy.bucket_bytes), spec.kind.__name__
     has_servers = servers_of(strategy, config.workers, config.servers) is not None
@@ -24,7 +26,7 @@ def check_optimizer(config: RunConfig, strategy: Strategy, spec: OptimizerSpec, 
         _check_served(config.servers, spec, layout)
     if is_elementwise(spec):
         if not on_gpu:
-            spec.build(gradients(model, layout))
+            spec.build(gradients(model, layout), names=[entry.name for entry in layout.entries])
         return []
     try:
         form = form_of(spec, layout)
@@ -35,7 +37,7 @@ def check_optimizer(config: RunConfig, strategy: Strategy, spec: OptimizerSpec, 
     if form.draws and config.workers > 1:
         raise BadInput(DRAWS.format(name=name, workers=config.workers))
     joined = strategy.samples_per_update(config.workers, config.batch_size)
-    if not (form.obeys or schedule_of(config, joined).constant(joined)):
+    if not (form.obeys or schedule.constant(joined)):
         raise BadInput(
             f"{name} takes no notice of a learning rate that changes, and this run's does; leave out what changes it "
             "(schedule, warmup, scaling, recipe), or have its step use group['lr']"

@@ -15,6 +15,7 @@ from torrential.config import RunConfig
 from torrential.data.deal import Batch
 from torrential.data.resize import Resize
 from torrential.optim.recipe import adapt_model, adapt_optimizer
+from torrential.optimizers import OptimizerSpec
 from torrential.params.base import CommonParameters, Parameters, choose, flat_gradient
 from torrential.params.layout import Bucket, plan
 from torrential.params.local import LocalParameters
@@ -22,7 +23,7 @@ from torrential.params.replicated import ReplicatedParameters
 from torrential.params.shared import SharedParameters
 from torrential.params.synchronized import Synchronized
 from torrential.strategies.base import Strategy
-from torrential.task import OptimizerSpec, Task, build_model
+from torrential.task import Task, build_model
 from torrential.trainer.backward import FORWARD, Gradients, GradientWork, Portion
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.randomness import seed_all
@@ -62,7 +63,7 @@ class ModelReplica:
         self.model = part.to(device).train()
         self.layout = plan(self.model, strategy.bucket_bytes, self._names)
         self._parameters = [p for p in reversed(list(self.model.parameters())) if p.requires_grad]
-        self._spec = strategy.optimizer(adapt_optimizer(config.recipe, task.optimizer.with_lr(config.lr), whole))
+        self._spec = strategy.optimizer(adapt_optimizer(config.recipe, task.optimizer_spec.with_lr(config.lr), whole))
         self._gradients = Gradients(task, self.model, device, config.seed)
         self._resize = None if config.recipe.resize is None else Resize.parse(config.recipe.resize)
         self._brake = Brake(config, comm)

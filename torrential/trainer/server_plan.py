@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torrential.checkpoint import Checkpoint
 from torrential.config import RunConfig
 from torrential.optim.recipe import adapt_model, adapt_optimizer
+from torrential.optimizers import OptimizerSpec
 from torrential.params.layout import Layout, plan
 from torrential.server.dealer import Dealer
 from torrential.server.optimizer import Scalars, bounds, state_names
 from torrential.server.shard import Initial
 from torrential.strategies.base import Strategy, servers_of
-from torrential.task import OptimizerSpec, Task, build_model
+from torrential.task import Task, build_model
 from torrential.trainer.randomness import seed_all
 
 
@@ -24,7 +25,7 @@ class ServerPlan:
         self._task, self._config, self._strategy, self._checkpoint = task, config, strategy, checkpoint
         model = self._model()
         self.layout = plan(model, strategy.bucket_bytes)
-        own = adapt_optimizer(config.recipe, task.optimizer.with_lr(config.lr), model)
+        own = adapt_optimizer(config.recipe, task.optimizer_spec.with_lr(config.lr), model)
         self.spec = strategy.optimizer(own).with_lr(config.lr)
         servers = servers_of(strategy, config.workers, config.servers)
         assert servers is not None, f"{strategy.name} declares no servers"
