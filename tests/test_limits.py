@@ -214,6 +214,12 @@ def test_what_follows_the_length_of_a_run_is_said_to_jump(tmp_path: Path) -> Non
         (line,) = (r.detail for r in onward.history if isinstance(r, Event) and r.event == "warning")
         length = "it follows the length of the run, which was 180 samples and is 360 now"
         assert line == f"the learning rate goes on at {rates}; {length}"
+    task = a_task(epochs=2, schedule=lambda share: 1 - share / 2)
+    tt.train(task, out=tmp_path / "own", **given)
+    onward = tt.train(task, resume=tmp_path / "own", epochs=4, progress=False)
+    (line,) = (r.detail for r in onward.history if isinstance(r, Event) and r.event == "warning")
+    assert line.startswith("the learning rate goes on at 0.375, and had come to 0.25; ")
+    assert tt.train(task, resume=tmp_path / "own", epochs=5, progress=False).summary.samples == 5 * 90
     tt.train(a_task(epochs=2), out=tmp_path / "constant", **given)
     onward = tt.train(a_task(), resume=tmp_path / "constant", epochs=4, progress=False)
     assert [r.event for r in onward.history if isinstance(r, Event)] == ["resumed"]

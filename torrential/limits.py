@@ -12,6 +12,7 @@ from torrential.checkpoint import Checkpoint
 from torrential.config import RunConfig
 from torrential.data.resize import Resize
 from torrential.errors import BadInput
+from torrential.optim.own_schedule import Given
 from torrential.optim.schedule import schedule_of
 from torrential.options import make
 from torrential.records import Evaluation, Record
@@ -112,10 +113,11 @@ def differences(then: RunConfig, now: RunConfig) -> str:
     return ", ".join(f"{name}: {new}, before: {old}" for name, old, new in pairs if old != new)
 
 
-def jumps(then: RunConfig, now: RunConfig, at: Checkpoint) -> list[str]:
-    """A line for each thing that follows the run's length and is not where it was, now that the length is another."""
+def jumps(then: RunConfig, now: RunConfig, at: Checkpoint, own: Given | None = None) -> list[str]:
+    """A line for each thing that follows the run's length and is not where it was, now that the length is another.
+    `own`: the task's own schedule."""
     joined = now.samples_per_step
-    old, new = schedule_of(then, joined), schedule_of(now, joined)
+    old, new = schedule_of(then, joined, own), schedule_of(now, joined, own)
     length = f"it follows the length of the run, which was {old.total:,} samples and is {new.total:,} now"
     found = []
     before, after = old.rate(at.samples, joined), new.rate(at.samples, joined)

@@ -141,8 +141,8 @@ def _resumed(
     _check_same(directory, config, task, model, checkpoint)
     for why in skipped:
         standard_error().print(f"skipped a damaged checkpoint: {why}", markup=False, highlight=False, soft_wrap=True)
-    then, config = config, extended(config, limits)
-    check_target(config.target, task)
+    then = config
+    config, task, warnings = _with_limits(then, task, checkpoint, limits)
     over = _check_unfinished(directory, config, task, checkpoint, given_limits=bool(limits))
     if config != then:
         schedule, described = examine_schedule(config, config.samples_per_step, bound(given_schedule, spec))
@@ -156,22 +156,34 @@ def _resumed(
         dealer = msgspec.structs.replace(checkpoint.dealer, epochs=config.epochs)
         checkpoint = replace(checkpoint, dealer=dealer)
     evaluations = [r for r in kept if isinstance(r, Evaluation)]
-    warnings = [*idle_patience(config), *(jumps(then, config, checkpoint) if checkpoint else [])] if limits else []
-    changed = differences(then, config)
-    if checkpoint and over:
-        config = msgspec.structs.replace(config, steps=checkpoint.step)  # only the last word is missing
+    last_word = {"steps": checkpoint.step} if checkpoint and over else {}  # which is all that is missing
     return Job(
-        config,
-        replace(task, epochs=config.epochs),
+        msgspec.structs.replace(config, **last_word),
+        task,
         strategy,
         directory,
         checkpoint,
         warnings=warnings,
-        extended=changed,
+        extended=differences(then, config),
         elapsed=max((r.time for r in kept if not isinstance(r, Summary)), default=0.0),
         evaluated={(e.split, e.step): e.time for e in evaluations},
         loop=loop,
     )
+
+
+def _with_limits(
+    then: RunConfig, task: Task, checkpoint: checkpoints.Checkpoint | None, limits: Mapping[str, Any]
+) -> tuple[RunConfig, Task, list[str]]:
+    """The configuration and the task with other limits, and lines on what is not as it was."""
+    config = extended(then, limits)
+    if config == then:
+        return config, task, []
+    check_target(config.target, task)
+    schedule, described = examine_schedule(config, config.samples_per_step, task.schedule)
+    config = msgspec.structs.replace(config, schedule=described)
+    task = replace(task, epochs=config.epochs, schedule=schedule)
+    changed = [] if checkpoint is None else jumps(then, config, checkpoint, schedule)
+    return config, task, idle_patience(config) + changed
 
 
 def _check_unfinished(
