@@ -135,6 +135,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     recipe: Recipe = Recipe()
     cluster: dict[str, Any] | None = None  # what is simulated, as in a cluster file
     base_batch: Count = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled
+    metric: str = ""  # its name; runs of earlier versions have it in their last record only
 
     def __post_init__(self) -> None:
         if not isinstance(self.settings, WORLDS.get(self.world, ())):

@@ -114,6 +114,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         cluster=cluster,
         base_batch=recipe.base_batch or asked.task.batch_size,
         samples_per_step=joined,
+        metric=task.metric_name,
     )
     changes, warnings = _check_recipe(config, strategy, task, model, sample, asked)
     return ResolvedRun(config, task, strategy, changes, warnings)
