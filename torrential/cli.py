@@ -102,18 +102,25 @@ def train(
         typer.Option(help="Go on with the run in this directory; runs the files of task and strategy that it names."),
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets are.", envvar="TORRENTIAL_DATA")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Serve a live page of the run while it goes on.")] = False,
+    port: Annotated[int | None, typer.Option(help="The port of --watch; a free one by default.")] = None,
     json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
 ) -> None:
     """Train TASK on this machine's processes, or on a simulated cluster."""
+    if port is not None and not watch:
+        raise BadInput(f"--port {port} is the port of the live page; give --watch as well, or leave it out")
     with _launching(local=world != "sim" and cluster is None) as launch:
         from torrential import records, run
         from torrential.data import find
         from torrential.opening import open_run, resume_run
         from torrential.progress import final_table
+        from torrential.reporting.serve import check_port
         from torrential.resolve import RunRequest
         from torrential.tasks import load_task
 
         find.set_data_dir(data_dir)
+        if port is not None:
+            check_port(port)  # before there is a directory
         if resume is not None:
             given: dict[str, object] = {
                 "epochs": epochs,
@@ -154,7 +161,8 @@ def train(
         _err.print(f"run directory: {job.directory}", highlight=False, soft_wrap=True)
         try:
             began = time.monotonic()
-            result = run.execute(job, launch, lambda j: run.show_progress(j, _err))
+            with _page_beside(job.directory, port) if watch else contextlib.nullcontext():
+                result = run.execute(job, launch, lambda j: run.show_progress(j, _err))
         except INTERRUPTS:
             onward = f"torrential train --resume {job.directory}"
             _err.print(f"stopped; go on with: {onward}", highlight=False, soft_wrap=True)
@@ -212,6 +220,34 @@ def allreduce(
             _err.print(f"drawn: {plot}", highlight=False)
         if json:
             print(printable_json(msgspec.json.encode(result).decode()))
+
+
+@contextlib.contextmanager
+def _page_beside(directory: Path, port: int | None) -> Iterator[None]:
+    from torrential.reporting.beside import page_beside
+
+    with page_beside(directory, port or 0) as address:
+        _err.print(f"live page: {address}", highlight=False, soft_wrap=True)
+        yield
+
+
+@app.command(
+    epilog="""Examples:\n
+    torrential watch runs\n
+    torrential watch runs/compare-digits-20260101-120000 --port 8000"""
+)
+def watch(
+    directory: Annotated[Path, typer.Argument(help="A run, a study, or a directory of them.")],
+    task: Annotated[str | None, typer.Option(help="Of runs of several tasks, those to show.")] = None,
+    port: Annotated[int, typer.Option(help="The port to listen on; a free one by default.", show_default=False)] = 0,
+) -> None:
+    """Serve a live page of the runs in DIRECTORY on this machine, until Ctrl-C."""
+    with _launching(local=False):
+        from torrential.reporting import serve
+
+        signal.signal(signal.SIGHUP, _end)  # unlike a run, a page is of no use without its terminal
+        serve.watch(directory, task, port, lambda address: print(f"{address} (Ctrl-C ends it)", flush=True))
+        _err.print("stopped", highlight=False)
 
 
 @app.command()

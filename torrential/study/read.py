@@ -51,6 +51,11 @@ def read_study(directory: Path, task: str | None = None, read: ReadRun | None = 
     return _plain(directory, inside, separate, task, read)
 
 
+def read_runs(directory: Path, task: str | None = None, read: ReadRun | None = None) -> Study:
+    """The runs that lie in a directory, whatever else is in there."""
+    return _plain(directory, _runs_in(directory), [], task, read or read_run)
+
+
 def _asked_or_plain(directory: Path, task: str | None, read: ReadRun) -> Study:
     """The study in a directory; where its question cannot be read, its runs as they are."""
     try:
@@ -169,9 +174,7 @@ def _entry(spec: Spec, name: str, options: dict[str, Any], runs: list[Run]) -> E
 
 
 # -- a directory of runs ----------------------------------------------------------------------------------------------
-def _plain(
-    directory: Path, inside: Sequence[Path], problems: list[str], task: str | None, read: ReadRun
-) -> Study:
+def _plain(directory: Path, inside: Sequence[Path], problems: list[str], task: str | None, read: ReadRun) -> Study:
     runs = _read_all(inside, problems, read)
     if not runs:
         raise BadInput(f"no run in {directory} can be read: {'; '.join(problems[:FEW])}")

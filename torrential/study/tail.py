@@ -33,7 +33,7 @@ class RecordTail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: Identity | None = None
+        self.seen: Identity | None = None  # the file as it was when it was read
         self._before = b""
         self.position = 0  # bytes that were read
         self.damaged = 0  # lines that are no records
@@ -46,7 +46,7 @@ class RecordTail:
             began = self.position > 0
             self._begin()
             return began, []
-        if found == self._seen and not self.behind:
+        if found == self.seen and not self.behind:
             return False, []
         try:
             began, data = self._added(found)
@@ -54,11 +54,13 @@ class RecordTail:
             raise BadInput(f"cannot read {self._path} ({error.strerror}); check its permissions") from error
         end = data.rfind(b"\n") + 1
         if not end and len(data) >= LONGEST_LINE:
-            raise BadInput(f"{self._path} has a line of more than {LONGEST_LINE:,} bytes, which is no record; delete it")
+            raise BadInput(
+                f"{self._path} has a line of more than {LONGEST_LINE:,} bytes, which is no record; delete it"
+            )
         self.position += end
         self._before = (self._before + data[:end])[-REMEMBERED:]
         self.behind = max(0, found[2] - self.position) if len(data) == LONGEST_LINE else 0
-        self._seen = found
+        self.seen = found
         new, damaged = records.decode_records(data[:end])
         self.damaged += damaged
         return began, new
@@ -66,17 +68,17 @@ class RecordTail:
     def _added(self, found: Identity) -> tuple[bool, bytes]:
         """At most LONGEST_LINE bytes that follow what was read."""
         with open_regular(self._path) as file:
-            same = self._seen is not None and found[:2] == self._seen[:2]
+            same = self.seen is not None and found[:2] == self.seen[:2]
             file.seek(self.position - len(self._before))
             if same and file.read(len(self._before)) == self._before:
                 return False, file.read(LONGEST_LINE)
-            began = self._seen is not None
+            began = self.seen is not None
             self._begin()
             file.seek(0)
             return began, file.read(LONGEST_LINE)
 
     def _begin(self) -> None:
-        self._seen, self.position, self._before = None, 0, b""
+        self.seen, self.position, self._before = None, 0, b""
         self.damaged = self.behind = 0
 
 
@@ -92,7 +94,7 @@ class _RunTail:
 
     def read(self, further: bool) -> Run:
         """The run as it is now; as far as it has been read before, unless it is to be read `further`."""
-        manifest = self._read_manifest()
+        manifest = self.read_manifest()
         began, new = self.tail.read() if further else (False, list[Record]())
         problem = f"{self.tail.damaged:,} damaged lines of its records are left out" if self.tail.damaged else ""
         if self._run is None or began:
@@ -101,7 +103,12 @@ class _RunTail:
             self._run = replace(_with_records(self._run, new), manifest=manifest, problem=problem)
         return self._run
 
-    def _read_manifest(self) -> Manifest:
+    @property
+    def written(self) -> float:
+        seen = self.tail.seen or self._manifest_seen
+        return 0.0 if seen is None else seen[3] / 1e9
+
+    def read_manifest(self) -> Manifest:
         found = _identity(self._directory / records.MANIFEST)
         if found != self._manifest_seen or not self._manifest:
             self._manifest_seen = found
@@ -131,13 +138,24 @@ class RunTails:
         self._left, self.behind = PASS_BYTES, False
 
     def __call__(self, directory: Path) -> Run:
-        self._asked.add(directory)
-        found = self._tails.setdefault(directory, _RunTail(directory))
+        found = self._tail(directory)
         before, further = found.tail.position, self._left > 0
         run = found.read(further)
         self._left -= max(0, found.tail.position - before)
         self.behind |= not further or found.tail.behind > 0
         return run
+
+    def manifest(self, directory: Path) -> Manifest:
+        """The manifest alone, of a run whose records are not needed."""
+        return self._tail(directory).read_manifest()
+
+    def written(self, directory: Path) -> float:
+        """When records of a run were last written, in seconds since 1970; before the first one, its manifest."""
+        return self._tail(directory).written
+
+    def _tail(self, directory: Path) -> _RunTail:
+        self._asked.add(directory)
+        return self._tails.setdefault(directory, _RunTail(directory))
 
 
 def _with_records(run: Run, new: Sequence[Record]) -> Run:
