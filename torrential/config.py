@@ -136,6 +136,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     cluster: dict[str, Any] | None = None  # what is simulated, as in a cluster file
     base_batch: Count = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled
     metric: str = ""  # its name; runs of earlier versions have it in their last record only
+    changed: dict[str, Any] | None = None  # options of a shipped strategy that are not at their defaults; None: unknown
 
     def __post_init__(self) -> None:
         if not isinstance(self.settings, WORLDS.get(self.world, ())):

@@ -23,7 +23,7 @@ from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, make
 from torrential.optim.schedule import schedule_of
 from torrential.options import make
 from torrential.strategies.base import Strategy, needs_servers
-from torrential.strategies.registry import Given, Resolved, plain_options, resolve_strategy
+from torrential.strategies.registry import Given, Resolved, changed_options, plain_options, resolve_strategy
 from torrential.task import OptimizerSpec, Task, with_validation
 from torrential.trainer.optimizer import check_optimizer
 from torrential.trainer.slow import Slow
@@ -115,6 +115,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         base_batch=recipe.base_batch or asked.task.batch_size,
         samples_per_step=joined,
         metric=task.metric_name,
+        changed=changed_options(strategy, found.source),
     )
     changes, warnings = _check_recipe(config, strategy, task, model, sample, asked)
     return ResolvedRun(config, task, strategy, changes, warnings)

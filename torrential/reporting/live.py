@@ -30,7 +30,7 @@ from torrential.study.tail import RunTails
 from torrential.study.verdict import Verdict, judge
 
 LEAST_SECONDS = 0.4  # between two looks at the records
-REST = 4.0  # times as long as a look took pass before the next one
+REST = 4.0  # seconds between two looks, for each second of a processor that the last one took
 UNJUDGED = Verdict([], [], [], [], [])
 
 Item = tuple[str, str]  # its kind ("html", "figures" or "timelines"), and its name
@@ -144,9 +144,9 @@ class LiveView:
 
     def refresh(self, views: list[View], at_once: bool) -> None:
         """Look at the records; unless `at_once`, not if that was a moment ago or would take too much of the machine."""
-        began = time.monotonic()
-        if began < self._next and not at_once:
+        if time.monotonic() < self._next and not at_once:
             return
+        began = time.thread_time()
         try:
             items = self._live.look(views)
         except (BadInput, OSError) as error:  # there may be runs, or the directory again, at the next look
@@ -154,8 +154,8 @@ class LiveView:
             self._live.forget()
         if items is not None:
             self._keep({item: msgspec.Raw(msgspec.json.encode(value)) for item, value in items.items()})
-        took = time.monotonic() - began
-        self._next = began + took + (0.0 if self._live.tails.behind else max(LEAST_SECONDS, REST * took))
+        took = time.thread_time() - began
+        self._next = time.monotonic() + (0.0 if self._live.tails.behind else max(LEAST_SECONDS, REST * took))
 
     def _without_runs(self, error: Exception) -> str:
         directory = self._view.directory
@@ -193,6 +193,7 @@ class LivePage:
         self._lock = threading.Lock()
 
     def shell(self) -> str:
+        """The page before it shows anything: it asks for that itself."""
         scripts = ["const REPORT = {figures: {}, timelines: {}};", page.own("page.js"), page.own("live.js")]
         return page.shell(self._directory.resolve().name, scripts, live=True)
 

@@ -38,6 +38,7 @@ READ_SECONDS = 5.0  # for the next bytes of a request
 LONGEST_QUERY = 4096  # characters
 OPEN_SECONDS = 3.0  # since its last question, for which a page is taken to be open; it asks every second
 LINGER_SECONDS = 1.3  # in which every open page asks once more
+LAST_SECONDS = 5.0  # for answers that are under way
 NICE = 10  # training goes first
 HEADERS = {
     "Cache-Control": "no-store",
@@ -57,13 +58,14 @@ def check_port(port: int) -> None:
 
 @contextlib.contextmanager
 def _named(port: int) -> Iterator[None]:
+    if not 0 <= port <= 65535:
+        raise BadInput(f"there is no port {port}; give --port a number from 1 to 65535, or leave it out")
     try:
         yield
-    except OverflowError as error:
-        raise BadInput(f"there is no port {port}; give --port a number from 1 to 65535, or leave it out") from error
     except OSError as error:
-        why = error.strerror or "it cannot be used"
-        raise BadInput(f"cannot listen on port {port} ({why}); choose another --port, or leave it out") from error
+        raise BadInput(
+            f"cannot listen on port {port} ({os.strerror(error.errno or 0)}); choose another --port, or leave it out"
+        ) from error
 
 
 class PageServer(ThreadingHTTPServer):
@@ -120,6 +122,9 @@ class PageServer(ThreadingHTTPServer):
         self._ending = True
         if time.monotonic() - self._asked < OPEN_SECONDS:
             time.sleep(LINGER_SECONDS)
+        late = time.monotonic() + LAST_SECONDS
+        while self._callers and time.monotonic() < late:
+            time.sleep(0.02)
         self.shutdown()
 
     # -- callers --------------------------------------------------------------------------------------------------

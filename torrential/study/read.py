@@ -239,10 +239,12 @@ def _group(runs: Sequence[Run], problems: list[str]) -> list[Entry]:
 
 def _set_options(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """The options of strategy, world and recipe that are not at their defaults."""
-    from torrential.strategies import STRATEGIES
-
     settings = {name: value for name, value in config["settings"].items() if name != "evaluate_every"}
     options = _changed(settings, WORLDS[config["world"]]()) | _changed(config.get("recipe", {}), Recipe())
+    if (changed := config.get("changed")) is not None:
+        return dict(changed) | options
+    from torrential.strategies import STRATEGIES  # loads torch
+
     strategy = config["strategy"]
     if strategy in STRATEGIES:
         return _changed(config["options"], STRATEGIES[strategy]()) | options
