@@ -37,7 +37,7 @@ Item = tuple[str, str]  # its kind ("html", "figures" or "timelines"), and its n
 
 
 @dataclass(frozen=True)
-class View:
+class PageView:
     """One of the things that the page can show: a study, or the runs of one task."""
 
     id: str
@@ -50,17 +50,17 @@ class View:
 class LiveStudy:
     """The runs of one directory as they are at this moment. What has not changed is not computed again."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: PageView) -> None:
         self._view, self.tails = view, RunTails()
         self._study: Study | None = None
         self._now: Now | None = None
-        self._views: list[View] = []
+        self._views: list[PageView] = []
         self._judged: tuple[list[Any], Verdict] = ([], UNJUDGED)
         self._works: dict[Path, tuple[Run, series.StepColumns]] = {}
         self._timelines: dict[Path, tuple[Run, int, page.TimelineTrial | None]] = {}
         self._numbers: dict[Path, int] = {}  # of trials, in the order in which they were first seen
 
-    def look(self, views: list[View]) -> dict[Item, Any] | None:
+    def look(self, views: list[PageView]) -> dict[Item, Any] | None:
         """All items of the page; None where nothing has changed since the last look."""
         self.tails.begin()
         read = read_study if self._view.task is None else read_runs
@@ -136,13 +136,13 @@ class LiveStudy:
 class LiveView:
     """A view with the version of each of its items: the number of the look that changed it."""
 
-    def __init__(self, view: View, versions: Iterator[int]) -> None:
+    def __init__(self, view: PageView, versions: Iterator[int]) -> None:
         self._view, self._versions = view, versions
         self._live = LiveStudy(view)
         self._next = 0.0
         self._items: dict[Item, tuple[int, msgspec.Raw]] = {}
 
-    def refresh(self, views: list[View], at_once: bool) -> None:
+    def refresh(self, views: list[PageView], at_once: bool) -> None:
         """Look at the records; unless `at_once`, not if that was a moment ago or would take too much of the machine."""
         if time.monotonic() < self._next and not at_once:
             return
@@ -189,7 +189,7 @@ class LivePage:
         self._directory, self._task = directory, task
         self._versions = itertools.count(1)
         self._manifests = RunTails()
-        self._lives: dict[View, LiveView] = {}
+        self._lives: dict[PageView, LiveView] = {}
         self._lock = threading.Lock()
 
     def shell(self) -> str:
@@ -203,14 +203,14 @@ class LivePage:
         with self._lock:
             views = self._views()
             view = next((each for each in views if each.id == asked), max(views, key=lambda each: each.changed))
-            key = View(view.id, "", view.directory, view.task)
+            key = PageView(view.id, "", view.directory, view.task)
             live = self._lives.setdefault(key, LiveView(key, self._versions))
             live.refresh(views, at_once=last)
             new = live.since(version if shown == view.id else 0)
             return msgspec.json.encode(new | {"view": view.id, "last": last})
 
-    def _views(self) -> list[View]:
-        whole = [View("all", self._directory.name, self._directory, self._task)]
+    def _views(self) -> list[PageView]:
+        whole = [PageView("all", self._directory.name, self._directory, self._task)]
         if any((self._directory / name).exists() for name in (STUDY, MANIFEST)):
             return whole
         try:
@@ -219,10 +219,10 @@ class LivePage:
             return whole
         self._manifests.begin()
         studies = [place for place in inside if (place / STUDY).exists()]
-        found = [View(f"study {place.name}", place.name, place, None, _changed(place / RUNS)) for place in studies]
+        found = [PageView(f"study {place.name}", place.name, place, None, _changed(place / RUNS)) for place in studies]
         return [*self._views_of_tasks(inside), *found] or whole
 
-    def _views_of_tasks(self, inside: list[Path]) -> list[View]:
+    def _views_of_tasks(self, inside: list[Path]) -> list[PageView]:
         counts, begun = Counter[str](), dict[str, float]()
         for place in inside:
             if not (place / MANIFEST).exists():
@@ -234,7 +234,7 @@ class LivePage:
             counts[task] += 1
             begun[task] = max(begun.get(task, 0.0), self._manifests.written(place))
         return [
-            View(
+            PageView(
                 f"task {task}",
                 f"{task} ({count} {'run' if count == 1 else 'runs'})",
                 self._directory,
