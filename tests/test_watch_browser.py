@@ -51,7 +51,7 @@ def changes_asked_for(browser: Browser) -> int:
 
 
 def test_a_worker_that_is_killed_is_seen_to_be_lost(tmp_path: Path) -> None:
-    """By the second answer after its death is on record: a page asks every second."""
+    """By the second answer after its death is on record: a page asks twice a second."""
     args = ["digits", "--workers", "3", "--strategy", "ssp", "--epochs", "2000", "--set", "slow=2:3", "--watch"]
     run = Run(tmp_path / "run", *args, "--out", str(tmp_path / "run"))
     try:

@@ -1,7 +1,8 @@
 "use strict";
-// Asks the server for what has changed, every second, and shows it.
+// Asks the server for what has changed, twice a second, and shows it.
 
-const SECOND = 1000;
+const SECOND = 1000; // milliseconds
+const NEXT = SECOND / 2; // after an answer
 const AGAIN = 5 * SECOND; // after a question without an answer
 const page = document.getElementById("page");
 const connection = document.getElementById("connection");
@@ -81,7 +82,7 @@ async function ask() {
 }
 
 async function follow() {
-  let wait = SECOND;
+  let wait = NEXT;
   try {
     const changes = await ask();
     show(changes);

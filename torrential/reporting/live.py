@@ -1,6 +1,6 @@
 """The live page: the report of runs that still go on, kept up to date with their records.
 
-A browser asks every second for what has changed since it last asked. Records are read, and figures drawn, only then: a
+A browser asks twice a second for what has changed since it last asked. Records are read, and figures drawn, only then: a
 page that nobody looks at costs nothing. Changes are told item by item: the page's text, each figure, each timeline.
 """
 
@@ -29,7 +29,7 @@ from torrential.study.results import STUDY, Entry, Run, Study
 from torrential.study.tail import RunTails
 from torrential.study.verdict import Verdict, judge
 
-LEAST_SECONDS = 0.4  # between two looks at the records
+LEAST_SECONDS = 0.3  # between two looks at the records
 REST = 4.0  # seconds between two looks, for each second of a processor that the last one took
 UNJUDGED = Verdict([], [], [], [], [])
 
