@@ -79,8 +79,9 @@ class Browser:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
 
-    def open(self, path: Path) -> None:
-        self.call("Page.navigate", url=path.resolve().as_uri())
+    def open(self, place: Path | str) -> None:
+        """A file, or an address."""
+        self.call("Page.navigate", url=place if isinstance(place, str) else place.resolve().as_uri())
         self.until("document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:

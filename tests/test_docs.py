@@ -20,7 +20,7 @@ from torrential.worlds.sim.cluster import Cluster
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 MOST_LINES = 150  # of the README
-MOST_NOT_RUN, MOST_SHORTENED = 4, 24  # blocks of all pages together
+MOST_NOT_RUN, MOST_SHORTENED = 5, 24  # blocks of all pages together
 EXAMPLES = {  # what each prints
     "compare_strategies": [r"allreduce +4 of 4 runs reached 90%", r"downpour +4 of 4 runs reached 90%", r"trials"],
     "gan": [r"640 steps; the mean of what is made is [01]\.\d\d from"],

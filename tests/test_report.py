@@ -230,9 +230,9 @@ def test_every_trial_is_a_point_and_a_miss_is_at_the_edge() -> None:
     assert missed["marker"]["symbol"] == ["x", "x", "x", "x-open", "x"]
     (edge,) = set(missed["x"])
     assert max(t for t in times if t) < edge < figure["layout"]["xaxis"]["range"][1]
-    assert [text.split(": ")[1] for text in missed["text"]] == [*["missed"] * 3, "cut off", "diverged"]
+    assert [text.split(": ")[1] for text in missed["text"]] == [*["missed"] * 3, "not ended", "diverged"]
     labels = [label["text"].replace("\xa0", " ") for label in figure["layout"]["annotations"]]
-    assert labels == ["bsp · 4 workers", "ssp · 4 workers: 4 of 5 missed, 1 of 5 cut off", "missed"]
+    assert labels == ["bsp · 4 workers", "ssp · 4 workers: 4 of 5 missed, 1 of 5 not ended", "missed"]
 
 
 def test_half_missed_is_no_median() -> None:

@@ -118,20 +118,27 @@ def train(
         typer.Option(help="Loggers that hear of the run, as in tensorboard,wandb,mlflow.", show_default=False),
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets are.", envvar="TORRENTIAL_DATA")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Serve a live page of the run while it goes on.")] = False,
+    port: Annotated[int | None, typer.Option(help="The port of --watch; a free one by default.")] = None,
     json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
 ) -> None:
     """Train TASK on this machine's processes, or on a simulated cluster."""
+    if port is not None and not watch:
+        raise BadInput(f"--port {port} is the port of the live page; give --watch as well, or leave it out")
     with _launching(local=world != "sim" and cluster is None) as launch:
         from torrential.data import find
         from torrential.limits import OF_SETTINGS
         from torrential.listeners.loggers import make_loggers
         from torrential.opening import open_run, resume_run
+        from torrential.reporting.serve import check_port
         from torrential.resolve import RunRequest
         from torrential.tasks import load_task
 
         loggers = [] if log is None else make_loggers(log)
         find.set_data_dir(data_dir)
         options = _options(set_ or []) | _given(patience=patience, keep_best=keep_best)
+        if port is not None:
+            check_port(port)  # before there is a directory
         if resume is not None:
             kept: dict[str, object] = {
                 "batch-size": batch_size,
@@ -169,18 +176,28 @@ def train(
                 cluster=cluster,
             )
             job = open_run(asked, out)
-        _carry_out(job, launch, json, "train", loggers)
+        page = _page_beside(job.directory, port) if watch else contextlib.nullcontext()
+        _carry_out(job, launch, json, "train", loggers, page)
 
 
-def _carry_out(job: Job, launch: Launch | None, json: bool, command: str, listeners: Sequence[Any] = ()) -> None:
-    """Run it to its end, and show what came of it. `command`: the one by which it goes on if it is stopped."""
+def _carry_out(
+    job: Job,
+    launch: Launch | None,
+    json: bool,
+    command: str,
+    listeners: Sequence[Any],
+    page: contextlib.AbstractContextManager[Any],
+) -> None:
+    """Run it to its end, and show what came of it. `command`: the one by which it goes on if it is stopped; `page`: the
+    live page, or nothing."""
     from torrential import records, run
     from torrential.progress import final_table
 
     _err.print(f"run directory: {job.directory}", highlight=False, soft_wrap=True)
     try:
         began = time.monotonic()
-        result = run.execute(job, launch, lambda j: run.show_progress(j, _err), listeners)
+        with page:
+            result = run.execute(job, launch, lambda j: run.show_progress(j, _err), listeners)
     except INTERRUPTS:
         onward = f"torrential {command} --resume {job.directory}"
         _err.print(f"stopped; go on with: {onward}", highlight=False, soft_wrap=True)
@@ -222,13 +239,20 @@ def launch(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the run; a fresh one under runs/ by default.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this directory.")] = None,
+    log: Annotated[
+        str | None,
+        typer.Option(help="Loggers that hear of the run, as in tensorboard,wandb,mlflow.", show_default=False),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Serve a live page of the run while it goes on.")] = False,
     json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
 ) -> None:
     """Run a script with a training loop of its own in every worker."""
     with _launching() as nursery:
         from torrential import launching
+        from torrential.listeners.loggers import make_loggers
 
         assert nursery is not None
+        loggers = [] if log is None else make_loggers(log)
         if resume is not None:
             given: dict[str, object] = {"epochs": epochs, "steps": steps, "target": target, "workers": workers}
             given |= {"servers": servers, "seed": seed, "out": out, "strategy": strategy}
@@ -253,7 +277,8 @@ def launch(
                 target=target,
                 seed=seed or 0,
             )
-        _carry_out(job, nursery, json, "launch")
+        page = _page_beside(job.directory, None) if watch else contextlib.nullcontext()
+        _carry_out(job, nursery, json, "launch", loggers, page)
 
 
 @app.command(
@@ -327,6 +352,34 @@ def allreduce(
             _err.print(f"drawn: {plot}", highlight=False)
         if json:
             print(printable_json(msgspec.json.encode(result).decode()))
+
+
+@contextlib.contextmanager
+def _page_beside(directory: Path, port: int | None) -> Iterator[None]:
+    from torrential.reporting.beside import page_beside
+
+    with page_beside(directory, port or 0) as address:
+        _err.print(f"live page: {address}", highlight=False, soft_wrap=True)
+        yield
+
+
+@app.command(
+    epilog="""Examples:\n
+    torrential watch runs\n
+    torrential watch runs/compare-digits-20260101-120000 --port 8000"""
+)
+def watch(
+    directory: Annotated[Path, typer.Argument(help="A run, a study, or a directory of them.")],
+    task: Annotated[str | None, typer.Option(help="Of runs of several tasks, those to show.")] = None,
+    port: Annotated[int, typer.Option(help="The port to listen on; a free one by default.", show_default=False)] = 0,
+) -> None:
+    """Serve a live page of the runs in DIRECTORY on this machine, until Ctrl-C."""
+    with _launching(local=False):
+        from torrential.reporting import serve
+
+        signal.signal(signal.SIGHUP, _end)  # unlike a run, a page is of no use without its terminal
+        serve.watch(directory, task, port, lambda address: print(f"{address} (Ctrl-C ends it)", flush=True))
+        _err.print("stopped", highlight=False)
 
 
 @app.command()

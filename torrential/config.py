@@ -150,6 +150,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     base_batch: Count = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled
     script: tuple[str, ...] | None = None  # the file that was launched, and its arguments, where the loop is its own
     minimize: bool = False  # whether a smaller value of the metric is better
+    metric: str = ""  # its name; runs of earlier versions have it in their last record only
+    changed: dict[str, Any] | None = None  # options of a shipped strategy that are not at their defaults; None: unknown
 
     def __post_init__(self) -> None:
         if not isinstance(self.settings, WORLDS.get(self.world, ())):

@@ -234,6 +234,15 @@ def scan_records(path: str | os.PathLike[str]) -> tuple[list[Record], int]:
     return records, len(found) - len(records)
 
 
+def decode_records(lines: bytes) -> tuple[list[Record], int]:
+    """The records of whole lines, and how many of the lines are none."""
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _decoder.decode_lines(lines), 0
+    found = [_decode(line) for line in lines.splitlines() if line.strip()]
+    records = [record for record in found if record is not None]
+    return records, len(found) - len(records)
+
+
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
     """All records of a file; a last line cut short is ignored, a broken line anywhere else raises BadInput."""
     return scan_records(path)[0]

@@ -31,7 +31,14 @@ from torrential.options import make
 from torrential.schedulers import Scheduler
 from torrential.strategies.base import Strategy, needs_servers
 from torrential.strategies.ddp import Ddp
-from torrential.strategies.registry import Given, Resolved, check_object, plain_options, resolve_strategy
+from torrential.strategies.registry import (
+    Given,
+    Resolved,
+    changed_options,
+    check_object,
+    plain_options,
+    resolve_strategy,
+)
 from torrential.task import Task, build_model, training_samples, with_validation
 from torrential.trainer.optimizer import check_optimizer
 from torrential.trainer.slow import Slow
@@ -129,6 +136,8 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         samples_per_step=joined,
         script=None if asked.loop is None else (asked.loop.script.path, *asked.loop.script.args),
         minimize=not task.maximize,
+        metric=task.metric_name,
+        changed=changed_options(strategy, found.source),
     )
     schedule, described = examine_schedule(config, joined, task.schedule)
     config, task = msgspec.structs.replace(config, schedule=described), replace(task, schedule=schedule)

@@ -80,9 +80,9 @@ def _target_line(study: Study) -> dict[str, Any]:
 
 def target_bars(study: Study, works: Works) -> Figure | None:
     """A bar to the median over all finished trials, a miss being later than anything; none if the median is a miss."""
-    if study.target is None:
-        return None
     runs = [run for entry in study.entries for run in entry.runs]
+    if study.target is None or not any(run.finished for run in runs):
+        return None
     times = [run.time_to_target for run in runs if run.time_to_target is not None]
     longest = max(times or [works[id(run)].seconds for run in runs]) or 1.0
     edge = longest * 1.12
@@ -105,13 +105,13 @@ def target_bars(study: Study, works: Works) -> Figure | None:
 
 
 def _target_words(entry: Entry) -> str:
-    missed = Counter("missed" if run.finished else "cut off" for run in entry.runs if run.time_to_target is None)
+    missed = Counter("missed" if run.finished else "not ended" for run in entry.runs if run.time_to_target is None)
     words = [unbroken(f"{count} of {len(entry.runs)} {how}") for how, count in missed.items()]
     return ": ".join([entry.name, *filter(None, [", ".join(words)])])
 
 
 def _trial_points(entry: Entry, row: int, edge: float, key: Key) -> Trace:
-    """Circles; a cross at the edge for a miss, an open one for a trial that was cut off."""
+    """Circles; a cross at the edge for a miss, an open one for a trial that has not ended."""
     spread = np.linspace(-0.12, 0.12, len(entry.runs)) if len(entry.runs) > 1 else np.zeros(1)
     texts = [f"{safe(run.directory.name)}: {outcome(run)}" for run in entry.runs]
     times = [edge if run.time_to_target is None else run.time_to_target for run in entry.runs]

@@ -1,11 +1,11 @@
 "use strict";
 // Draws REPORT.figures and one of REPORT.timelines; hides and shows what legends name; follows the theme.
+// Listens on the whole document, since the live page replaces its parts.
 
 const root = document.documentElement;
-const themeButton = document.getElementById("theme");
-const trial = document.getElementById("trial");
 const NARROW_LETTERS = 46;
 const hidden = new Set();
+let chosenTrial = ""; // by the reader
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 
 function colour(name) {
@@ -27,6 +27,7 @@ function dressed(own, narrow) {
   const layout = {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
     font: { family: getComputedStyle(document.body).fontFamily, size, color: text },
+    uirevision: "kept", // what the reader has zoomed into stays
     margin: { l: 12, r: 12, t: 26, b: 12 }, dragmode: narrow ? false : "zoom",
     hoverlabel: { bgcolor: colour("--panel"), bordercolor: line, font: { color: text }, namelength: -1, align: "left" },
     ...own,
@@ -46,37 +47,48 @@ function draw(id, figure) {
   return Plotly.react(place, traces, dressed(figure.layout, place.clientWidth < 600), options);
 }
 
+function drawTrial() {
+  const trial = document.getElementById("trial");
+  return trial ? draw("workers", REPORT.timelines[trial.value]) : null;
+}
+
 function drawAll() {
-  const drawn = Object.entries(REPORT.figures).map(([id, figure]) => draw(id, figure));
-  if (trial) drawn.push(draw("workers", REPORT.timelines[trial.value]));
-  return Promise.all(drawn);
+  return Promise.all([...Object.entries(REPORT.figures).map(([id, figure]) => draw(id, figure)), drawTrial()]);
+}
+
+// What the reader has chosen, on a page that may be new.
+function showChoices() {
+  const theme = document.getElementById("theme"), trial = document.getElementById("trial");
+  if (theme) theme.textContent = root.dataset.theme === "dark" ? "Light" : "Dark";
+  for (const button of document.querySelectorAll("[data-key]"))
+    button.setAttribute("aria-pressed", String(!hidden.has(button.dataset.key)));
+  if (trial) trial.value = chosenTrial in REPORT.timelines ? chosenTrial : trial.dataset.first;
+  for (const list of document.querySelectorAll("[data-trial]")) list.hidden = list.dataset.trial !== trial.value;
 }
 
 function setTheme(theme) {
   root.dataset.theme = theme;
-  themeButton.textContent = theme === "dark" ? "Light" : "Dark";
+  showChoices();
   return drawAll();
 }
 
-themeButton.addEventListener("click", () => setTheme(root.dataset.theme === "dark" ? "light" : "dark"));
 prefersDark.addEventListener("change", () => setTheme(prefersDark.matches ? "dark" : "light"));
 
-for (const button of document.querySelectorAll("[data-key]")) {
-  button.addEventListener("click", () => {
-    const key = button.dataset.key;
-    if (!hidden.delete(key)) hidden.add(key);
-    for (const same of document.querySelectorAll("[data-key]"))
-      same.setAttribute("aria-pressed", String(!hidden.has(same.dataset.key)));
-    drawAll();
-  });
-}
+document.addEventListener("click", ({ target }) => {
+  if (target.id === "theme") setTheme(root.dataset.theme === "dark" ? "light" : "dark");
+  const button = target.closest("[data-key]");
+  if (!button) return;
+  if (!hidden.delete(button.dataset.key)) hidden.add(button.dataset.key);
+  showChoices();
+  drawAll();
+});
 
-if (trial) {
-  trial.addEventListener("change", () => {
-    for (const list of document.querySelectorAll("[data-trial]")) list.hidden = list.dataset.trial !== trial.value;
-    draw("workers", REPORT.timelines[trial.value]);
-  });
-}
+document.addEventListener("change", ({ target }) => {
+  if (target.id !== "trial") return;
+  chosenTrial = target.value;
+  showChoices();
+  drawTrial();
+}, true);
 
 // Paper is white and narrower than most screens.
 let onScreen = null;

@@ -8,6 +8,7 @@ Text from records is escaped by the template; inside the page's data, and inside
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import os
 from dataclasses import dataclass, field
@@ -21,15 +22,16 @@ from markupsafe import Markup
 
 from torrential.errors import BadInput
 from torrential.progress import metric_value
-from torrential.records import replace_file
+from torrential.records import Event, replace_file
 from torrential.reporting import figures, scaling, series, tables
+from torrential.reporting.figures import Works
 from torrential.reporting.marks import Figure, Key, entry_keys, keys, unbroken
 from torrential.reporting.timeline import event_words, timeline, timeline_bins
 from torrential.study.read import read_study
-from torrential.study.results import REPORT, Study
+from torrential.study.results import REPORT, Entry, Run, Study
 from torrential.study.show import legend, write_csv
 from torrential.study.statistics import FEWEST
-from torrential.study.verdict import judge
+from torrential.study.verdict import Verdict, judge
 from torrential.version import __version__
 
 EVENTS_LISTED = 200  # of one trial
@@ -76,42 +78,77 @@ def write_report(study: Study, path: Path) -> None:
 
 
 def render(study: Study) -> str:
+    """The whole page."""
     verdict = judge(study)
     works = {id(run): series.work(run) for entry in study.entries for run in entry.runs}
     sections, trials = figure_sections(study, works), timeline_trials(study, works)
     drawn = {name: figure for section in sections for name, figure in section.figures.items()}
     data = data_script({"figures": drawn, "timelines": {trial.id: trial.figure for trial in trials}})
-    scripts = [plotly_script(), data, _own("page.js")]
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(_own("page.html")).render(
-        study=study,
-        target="" if study.target is None else metric_value(study.metric, study.target),
-        refused=bool(verdict.refused),
-        verdict=[sentence(study, text) for text in verdict.sentences],
-        rules=[sentence(study, text) for text in verdict.rules],
-        entries=tables.entries(study, verdict),
-        legend=sentence(study, legend(study, verdict)),
-        sections=sections,
-        trials=trials,
-        first=max(trials, key=lambda trial: trial.changes).id if trials else "",
-        table=tables.trials(study, works),
-        pairs=tables.pairs(verdict),
-        tuning=tables.tuning(study) if study.tuning else None,
-        commands=tables.commands(study),
-        machines=tables.machines(study),
-        options=tables.options(study),
-        evaluations=tables.evaluations(study),
-        fewest=FEWEST,
-        version=__version__,
-        style=Markup(_own("page.css")),
+    first = max(trials, key=lambda trial: trial.changes).id if trials else ""
+    return shell(study.task, [data, own("page.js")], **contents(study, works, verdict, sections, trials, first))
+
+
+def shell(title: str, scripts: list[str], **given: Any) -> str:
+    """A document with plotly and these scripts, which may run no others; `given` is for the templates."""
+    scripts = [plotly_script(), *scripts]
+    return template("page.html").render(
+        title=title,
+        style=Markup(own("page.css")),
         scripts=[Markup(script) for script in scripts],
         policy=" ".join(f"'{_hash(script)}'" for script in scripts),
+        **{"live": False, "version": __version__, **given},
     )
 
 
-def figure_sections(study: Study, works: dict[int, series.StepColumns]) -> list[Section]:
+def contents(
+    study: Study,
+    works: Works,
+    verdict: Verdict,
+    sections: list[Section],
+    trials: list[TimelineTrial],
+    first: str,  # the trial whose timeline is shown at first
+) -> dict[str, Any]:
+    """What body.html shows."""
+    return {
+        "study": study,
+        "target": "" if study.target is None else metric_value(study.metric, study.target),
+        "refused": bool(verdict.refused),
+        "verdict": [sentence(study, text) for text in verdict.sentences],
+        "rules": [sentence(study, text) for text in verdict.rules],
+        "entries": tables.entries(study, verdict),
+        "legend": sentence(study, legend(study, verdict)),
+        "sections": sections,
+        "trials": trials,
+        "first": first,
+        "table": tables.trials(study, works),
+        "pairs": tables.pairs(verdict),
+        "tuning": tables.tuning(study) if study.tuning else None,
+        "commands": tables.commands(study),
+        "machines": tables.machines(study),
+        "options": tables.options(study),
+        "evaluations": tables.evaluations(study),
+        "fewest": FEWEST,
+        "version": __version__,
+        "views": [],
+    }
+
+
+def template(name: str) -> jinja2.Template:
+    return _environment().get_template(name)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=jinja2.FunctionLoader(own),
+    )
+
+
+def figure_sections(study: Study, works: Works) -> list[Section]:
     """The sections with figures, in the page's order; what a study has no records for has no section."""
     items = entry_keys(study)
     own = series.figure_names((run for entry in study.entries for run in entry.runs), study.metric)
@@ -150,19 +187,20 @@ def figure_sections(study: Study, works: dict[int, series.StepColumns]) -> list[
     return sections
 
 
-def timeline_trials(study: Study, works: dict[int, series.StepColumns]) -> list[TimelineTrial]:
+def timeline_trials(study: Study, works: Works) -> list[TimelineTrial]:
     bins = timeline_bins(study)
     found: list[TimelineTrial] = []
     for entry in study.entries:
         for run in entry.runs:
-            figure = timeline(run, works[id(run)], bins)
-            if figure is not None:
-                events = [event_words(event) for event in run.events[:EVENTS_LISTED]]
-                more = len(run.events) - len(events)
-                changes = sum(event.worker is not None for event in run.events)
-                name = run.directory.name
-                found.append(TimelineTrial(f"t{len(found)}", name, entry.name, figure, events, changes, more))
+            if (figure := timeline(run, works[id(run)], bins)) is not None:
+                found.append(timeline_trial(f"t{len(found)}", entry, run, figure, run.events[:EVENTS_LISTED]))
     return found
+
+
+def timeline_trial(id: str, entry: Entry, run: Run, figure: Figure, listed: list[Event]) -> TimelineTrial:
+    changes = sum(event.worker is not None for event in run.events)
+    words = [event_words(event) for event in listed]
+    return TimelineTrial(id, run.directory.name, entry.name, figure, words, changes, len(run.events) - len(listed))
 
 
 def sentence(study: Study, text: str) -> str:
@@ -185,7 +223,7 @@ def plotly_script() -> str:
     return str(get_plotlyjs())
 
 
-def _own(name: str) -> str:
+def own(name: str) -> str:
     return files("torrential.reporting").joinpath(name).read_text(encoding="utf-8")
 
 

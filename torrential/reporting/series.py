@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -44,34 +45,63 @@ class StepColumns:
 
 @dataclass(frozen=True)
 class Updates:
-    """Over the whole run."""
+    """Over the whole run. Workers count since they began; one that was replaced, or resumed, began anew, and its counts
+    add up."""
 
-    staleness: Counter[int]
-    by_worker: Counter[int]
-    dropped: int
+    newest: dict[int, Step]  # by worker
+    ended: list[Step]  # the last records of workers that another one took the place of
+
+    @functools.cached_property
+    def staleness(self) -> Counter[int]:
+        total = Counter[int]()
+        for step in (*self.ended, *self.newest.values()):
+            total.update(step.staleness)
+        return total
+
+    @functools.cached_property
+    def by_worker(self) -> Counter[int]:
+        total = Counter[int]()
+        for step in (*self.ended, *self.newest.values()):
+            total[step.worker] += sum(step.staleness.values())
+        return total
+
+    @property
+    def dropped(self) -> int:
+        return sum(step.dropped for step in (*self.ended, *self.newest.values()))
 
 
-def work(run: Run) -> StepColumns:
+def work(run: Run, before: StepColumns | None = None) -> StepColumns:
+    """The columns of a run; `before` are those of the same run when it had fewer records."""
+    old = before or StepColumns(np.zeros(0, np.int64), np.zeros(0), dict.fromkeys(PARTS, np.zeros(0)), Updates({}, []))
+    steps = run.steps[len(old.time) :]
     names = ("worker", "dropped", "time", *PARTS)
-    values = chain.from_iterable(map(attrgetter(*names), run.steps))  # in one pass: there may be millions
-    table = np.fromiter(values, np.float64, len(names) * len(run.steps)).reshape(-1, len(names))
+    values = chain.from_iterable(map(attrgetter(*names), steps))  # in one pass: there may be millions
+    table = np.fromiter(values, np.float64, len(names) * len(steps)).reshape(-1, len(names))
     columns = dict(zip(names, np.ascontiguousarray(table.T), strict=True))
-    worker, dropped = columns.pop("worker").astype(np.int64), columns.pop("dropped")
-    return StepColumns(worker, columns.pop("time"), columns, _updates(run.steps, worker, dropped))
+    worker, dropped = columns["worker"].astype(np.int64), columns["dropped"]
+    return StepColumns(
+        np.concatenate([old.worker, worker]),
+        np.concatenate([old.time, columns["time"]]),
+        {part: np.concatenate([old.parts[part], columns[part]]) for part in PARTS},
+        _updates(old.updates, steps, worker, dropped),
+    )
 
 
-def _updates(steps: list[Step], worker: NDArray[np.int64], dropped: Floats) -> Updates:
-    """Workers count since they began; one that was replaced, or resumed, began anew, and its counts add up."""
+def _updates(before: Updates, steps: list[Step], worker: NDArray[np.int64], dropped: Floats) -> Updates:
     totals = np.fromiter(map(sum, map(dict.values, map(attrgetter("staleness"), steps))), np.float64, len(steps))
-    newest = []
+    newest, ended = dict(before.newest), list(before.ended)
     for own in _by_worker(worker):
+        first, last = steps[own[0]], steps[own[-1]]
+        if (old := newest.get(first.worker)) is not None and _began_anew(old, first):
+            ended.append(old)
         anew = (np.diff(totals[own]) < 0) | (np.diff(dropped[own]) < 0)
-        newest += [steps[i] for i in [*own[:-1][anew], own[-1]]]
-    staleness, by_worker = Counter[int](), Counter[int]()
-    for step in newest:
-        staleness.update(step.staleness)
-        by_worker[step.worker] += sum(step.staleness.values())
-    return Updates(staleness, by_worker, sum(step.dropped for step in newest))
+        ended += [steps[i] for i in own[:-1][anew]]
+        newest[last.worker] = last
+    return Updates(newest, ended)
+
+
+def _began_anew(old: Step, step: Step) -> bool:
+    return sum(step.staleness.values()) < sum(old.staleness.values()) or step.dropped < old.dropped
 
 
 def _by_worker(worker: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -155,8 +155,9 @@ def options(study: Study) -> tuple[Table, Table]:
 
 
 def _named(config: dict[str, str]) -> dict[str, str]:
-    """The options as they are given after --set; without seeds, which are with the trials."""
-    plain = {name: value for name, value in config.items() if name != "seed"}
+    """The options as they are given after --set; without seeds, which are with the trials, and without those that are
+    listed again because they were changed."""
+    plain = {name: value for name, value in config.items() if name != "seed" and not name.startswith("changed.")}
     for section in SECTIONS:
         plain = {name.removeprefix(section): value for name, value in plain.items()}
     return plain

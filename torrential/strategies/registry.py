@@ -73,6 +73,12 @@ def plain_options(strategy: Strategy) -> dict[str, Any]:
     return plain
 
 
+def changed_options(strategy: Strategy, source: str) -> dict[str, Any]:
+    """The options that are not at their defaults; all of a strategy that is not shipped, whose defaults may change."""
+    defaults = plain_options(STRATEGIES[source]()) if source in STRATEGIES else {}
+    return {name: value for name, value in plain_options(strategy).items() if value != defaults.get(name)}
+
+
 def is_loadable(source: str) -> bool:
     """Whether a strategy can be had again from what a manifest says of it: not if a program made it."""
     return bool(split_spec(source)[0]) or ":" not in source

@@ -6,7 +6,7 @@ What cannot be read is left out, and named in `problems`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import msgspec
 from torrential import records
 from torrential.config import WORLDS, Recipe, label_of, read_config
 from torrential.errors import BadInput, UnknownName
-from torrential.records import Evaluation, Event, Step, Summary
+from torrential.records import Evaluation, Event, Manifest, Step, Summary
 from torrential.study.ask import Question, Spec, cluster_name, grid, own_options
 from torrential.study.directory import read_question
 from torrential.study.plan import RUNS, looks, trial_directory, tuning_directory
@@ -26,15 +26,20 @@ from torrential.terminal import printable
 
 FEW = 6  # names in a message
 
+ReadRun = Callable[[Path], Run]
 
-def read_study(directory: Path, task: str | None = None) -> Study:
-    """`task` chooses among runs of several tasks, which cannot be compared; those with the most runs by default."""
+
+def read_study(directory: Path, task: str | None = None, read: ReadRun | None = None) -> Study:
+    """Read the runs of a directory, each with `read`, which is read_run by default.
+
+    `task` chooses among runs of several tasks, which cannot be compared; those with the most runs by default."""
+    read = read or read_run
     if not directory.is_dir():
         raise BadInput(f"there is no directory {directory}; name a study, a directory of runs, or a run")
     if (directory / STUDY).exists():
-        return _asked_or_plain(directory, task)
+        return _asked_or_plain(directory, task, read)
     if _is_run(directory):
-        return _plain(directory, [directory], [], task)
+        return _plain(directory, [directory], [], task, read)
     inside = _runs_in(directory)
     studies = sorted(place.name for place in directory.iterdir() if (place / STUDY).exists())
     one = f"name one: {directory / studies[-1]}" if studies else ""
@@ -43,28 +48,33 @@ def read_study(directory: Path, task: str | None = None) -> Study:
             raise BadInput(f"{directory} holds studies ({_few(studies)}); {one}")
         raise BadInput(f"there is no run in {directory}; make some with torrential compare, or torrential train")
     separate = [f"studies are shown one at a time ({_few(studies)}); {one}"] if studies else []
-    return _plain(directory, inside, separate, task)
+    return _plain(directory, inside, separate, task, read)
 
 
-def _asked_or_plain(directory: Path, task: str | None) -> Study:
+def read_runs(directory: Path, task: str | None = None, read: ReadRun | None = None) -> Study:
+    """The runs that lie in a directory, whatever else is in there."""
+    return _plain(directory, _runs_in(directory), [], task, read or read_run)
+
+
+def _asked_or_plain(directory: Path, task: str | None, read: ReadRun) -> Study:
     """The study in a directory; where its question cannot be read, its runs as they are."""
     try:
         question = read_question(directory)
     except BadInput as error:
         if not (inside := _runs_in(directory / RUNS)):
             raise
-        return _plain(directory, inside, [f"{error}; its runs are shown, but not what was asked"], task)
+        return _plain(directory, inside, [f"{error}; its runs are shown, but not what was asked"], task, read)
     if task not in (None, question.task):
         raise UnknownName(f"task in {directory}", task, [question.task])
-    return _asked(directory, question)
+    return _asked(directory, question, read)
 
 
 def _runs_in(directory: Path) -> list[Path]:
     return sorted(filter(_is_run, directory.iterdir())) if directory.is_dir() else []
 
 
-def read_run(directory: Path) -> Run:
-    """Raises BadInput where there is nothing to be had."""
+def read_known_manifest(directory: Path) -> Manifest:
+    """The manifest of a run that this version can show; raises BadInput where there is none."""
     try:
         str(directory).encode()
     except UnicodeEncodeError as error:  # no page, table or JSON could name it
@@ -75,6 +85,12 @@ def read_run(directory: Path) -> Run:
     except msgspec.ValidationError as error:
         path = directory / records.MANIFEST
         raise BadInput(f"{path} is of another version, or damaged ({error}); use the version that wrote it") from error
+    return manifest
+
+
+def read_run(directory: Path) -> Run:
+    """Raises BadInput where there is nothing to be had."""
+    manifest = read_known_manifest(directory)
     path = directory / records.RECORDS
     found, cut = records.scan_records(path) if path.exists() else ([], 0)
     few = [r for r in found if not isinstance(r, Step)]
@@ -96,11 +112,11 @@ def _is_run(directory: Path) -> bool:
     return (directory / records.MANIFEST).exists()
 
 
-def _read_all(directories: Iterable[Path], problems: list[str]) -> list[Run]:
+def _read_all(directories: Iterable[Path], problems: list[str], read: ReadRun) -> list[Run]:
     runs = []
     for directory in filter(_is_run, directories):
         try:
-            run = read_run(directory)
+            run = read(directory)
         except BadInput as error:
             problems.append(str(error))
             continue
@@ -111,20 +127,20 @@ def _read_all(directories: Iterable[Path], problems: list[str]) -> list[Run]:
 
 
 # -- a study ----------------------------------------------------------------------------------------------------------
-def _asked(directory: Path, question: Question) -> Study:
+def _asked(directory: Path, question: Question, read: ReadRun) -> Study:
     asked, problems = question.asked, list[str]()
     entries, tuning = [], []
     for spec in question.entries:
         tried = []
         for values in grid(asked.tune):
             numbers = range(1, asked.tune_trials + 1)
-            runs = _read_all((tuning_directory(directory, spec, values, n) for n in numbers), problems)
+            runs = _read_all((tuning_directory(directory, spec, values, n) for n in numbers), problems, read)
             tried.append((values, runs))
             words = " ".join(f"{name}={value}" for name, value in values.items())
             tuning.append(_entry(spec, f"{spec.name} · {words}", own_options(spec) | values, runs))
         complete = tried and all(sum(run.finished for run in runs) == asked.tune_trials for _, runs in tried)
         tuned = choose(tried, question.maximize) if complete else {}
-        runs = _read_all((trial_directory(directory, spec, n) for n in range(1, asked.trials + 1)), problems)
+        runs = _read_all((trial_directory(directory, spec, n) for n in range(1, asked.trials + 1)), problems, read)
         entries.append(replace(_entry(spec, spec.name, own_options(spec) | tuned, runs), tuned=tuned))
     return Study(
         directory=directory,
@@ -158,8 +174,8 @@ def _entry(spec: Spec, name: str, options: dict[str, Any], runs: list[Run]) -> E
 
 
 # -- a directory of runs ----------------------------------------------------------------------------------------------
-def _plain(directory: Path, inside: Sequence[Path], problems: list[str], task: str | None) -> Study:
-    runs = _read_all(inside, problems)
+def _plain(directory: Path, inside: Sequence[Path], problems: list[str], task: str | None, read: ReadRun) -> Study:
+    runs = _read_all(inside, problems, read)
     if not runs:
         raise BadInput(f"no run in {directory} can be read: {'; '.join(problems[:FEW])}")
     task, runs = _of_one_task(directory, runs, problems, task)
@@ -170,7 +186,7 @@ def _plain(directory: Path, inside: Sequence[Path], problems: list[str], task: s
     return Study(
         directory=directory,
         task=task,
-        metric=next((run.summary.metric for run in runs if run.summary), "metric"),
+        metric=_metric(runs),
         target=targets.pop() if len(targets) == 1 else None,
         trials=min(len(entry.finished) for entry in entries),
         entries=entries,
@@ -226,10 +242,12 @@ def _group(runs: Sequence[Run], problems: list[str]) -> list[Entry]:
 
 def _set_options(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """The options of strategy, world and recipe that are not at their defaults."""
-    from torrential.strategies import STRATEGIES
-
     settings = {name: value for name, value in config["settings"].items() if name != "evaluate_every"}
     options = _changed(settings, WORLDS[config["world"]]()) | _changed(config.get("recipe", {}), Recipe())
+    if (changed := config.get("changed")) is not None:
+        return dict(changed) | options
+    from torrential.strategies import STRATEGIES  # loads torch
+
     strategy = config["strategy"]
     if strategy in STRATEGIES:
         return _changed(config["options"], STRATEGIES[strategy]()) | options
@@ -244,6 +262,12 @@ def _set_options(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 def _changed(given: dict[str, Any], default: msgspec.Struct) -> dict[str, Any]:
     usual = msgspec.json.decode(msgspec.json.encode(default))  # as in the manifest
     return {name: value for name, value in given.items() if value != usual.get(name)}
+
+
+def _metric(runs: Sequence[Run]) -> str:
+    """The name of the metric; runs of earlier versions have it in their last record only."""
+    named = (run.config.get("metric") or (run.summary and run.summary.metric) for run in runs)
+    return next(filter(None, named), "metric")
 
 
 def _maximize(runs: Sequence[Run]) -> bool:
