@@ -7,6 +7,7 @@ python -m benchmarks.sync --model mlp --workers 2 --steps 60 --rounds 5
     alone           --workers processes that never communicate: the bound
     ddp             torch's DistributedDataParallel over Gloo
     ours            `torrential train --workers N`; ours1: one worker
+    loop            `torrential launch benchmarks/own_loop.py --workers N`: the same in a script's own loop
     NAME+malloc     the same with torrential's malloc settings, which the C library leaves to each program
     ddp+tuned       DDP with every option that makes it faster here
     ours+late       nothing is summed before backward is over; also ours+tcp, ours+tcp+late, ours+native, ...
@@ -53,7 +54,7 @@ from benchmarks.models import WORKLOADS
 from torrential.records import RECORDS, Evaluation, Step, describe_machine, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
-CONTENDERS = "plain1,plain1+malloc,plain2threads,alone,alone+malloc,ddp,ddp+tuned,ours,ours1"
+CONTENDERS = "plain1,plain1+malloc,plain2threads,alone,alone+malloc,ddp,ddp+tuned,ours,ours1,loop"
 OURS = {"late": "overlap=false", "unix": "transport=unix", "tcp": "transport=tcp", "native": "algorithm=native"}
 NEVER = 10**9  # steps between two snapshots
 TIMEOUT_SECONDS = 600.0
@@ -91,23 +92,31 @@ def measure(name: str, options: Options, memory: bool = False) -> Outcome:
     """Start a contender, let it train, and see it end."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
         kind, *flags = name.split("+")
-        if kind in ("ours", "ours1"):
-            return _ours(options, 1 if kind == "ours1" else options.workers, flags, Path(directory), memory)
+        if kind in ("ours", "ours1", "loop"):
+            return _ours(
+                options, 1 if kind == "ours1" else options.workers, flags, Path(directory), memory, kind == "loop"
+            )
         return _other(kind, flags, options, Path(directory), memory)
 
 
 # -- torrential, by its command line ----------------------------------------------------------------------------------
-def _ours(options: Options, workers: int, flags: list[str], directory: Path, sample: bool) -> Outcome:
+def _ours(options: Options, workers: int, flags: list[str], directory: Path, sample: bool, loop: bool) -> Outcome:
     if not {*flags} <= OURS.keys():
         raise SystemExit(f"no variant {'+'.join(flags)!r} of ours; there are {', '.join(OURS)}")
     task = options.model if options.optimizer == "sgd" else f"{options.model}_{options.optimizer}"
     out = directory / "run"
     command = [
-        *(sys.executable, "-m", "torrential", "train", f"{ROOT / 'benchmarks/models.py'}:{task}"),
-        *("--workers", str(workers), "--steps", str(options.steps), "--device", "cpu", "--json", "--out", str(out)),
+        *(sys.executable, "-m", "torrential"),
+        *(
+            ["launch", str(ROOT / "benchmarks/own_loop.py")]
+            if loop
+            else ["train", f"{ROOT / 'benchmarks/models.py'}:{task}"]
+        ),
+        *("--workers", str(workers), "--steps", str(options.steps), "--json", "--out", str(out)),
         *("--set", "threads=1", "--set", f"evaluate_every={NEVER}"),
-        *("--batch-size", str(options.batch)),
+        *([] if loop else ["--device", "cpu", "--batch-size", str(options.batch)]),
         *(word for flag in flags for word in ("--set", OURS[flag])),
+        *(["--", options.model, options.optimizer, str(options.batch)] if loop else []),
     ]
     began = time.monotonic()
     with open(directory / "log", "w+") as log:

@@ -44,6 +44,25 @@ def script_of(path: str | os.PathLike[str], args: tuple[str, ...] = ()) -> Scrip
     return Script(str(found.absolute()), args)
 
 
+def is_script(spec: str) -> bool:
+    """Whether a file is a script with a loop of its own: one that calls `join` of torrential."""
+    path = Path(spec)
+    if path.suffix != ".py" or not path.is_file():
+        return False
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return False  # whoever loads it says what is wrong with it
+    names, joins = set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name for alias in node.names if alias.name == "torrential"}
+        elif isinstance(node, ast.ImportFrom) and node.module == "torrential":
+            joins |= {alias.asname or alias.name for alias in node.names if alias.name == "join"}
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return bool(called & ({f"{name}.join" for name in names} | joins))
+
+
 def try_script(script: Script, workers: int, seed: int, launch: Launch) -> OwnLoop:
     """Run the script up to its first batch in a process of its own."""
     connection: wire.Connection[Message] = wire.Connection(launch.socket, Message, ahead=0)

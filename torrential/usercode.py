@@ -78,6 +78,13 @@ def refuse_training() -> None:
         )
 
 
+def refuse_joining() -> None:
+    """Raises while a task's file is being imported that is a script with a loop of its own."""
+    path = _loading.get()
+    if path is not None:
+        raise BadInput(f"{path.name} is a script with a loop of its own; run it with: torrential launch {path.name}")
+
+
 def refuse_exit(end: SystemExit) -> BadInput:
     """The error to raise in the place of the user's SystemExit, which would end the program as if all were well."""
     place = place_of(end)

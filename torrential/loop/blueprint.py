@@ -98,6 +98,7 @@ class OwnLoop:
 
     script: Script
     blueprint: Blueprint
+    prints: bool = True  # whether what worker 0 prints is shown
 
 
 def _made(tensor: PreparedTensor) -> Tensor:

@@ -59,6 +59,7 @@ class DealtLoader:
         self._length = -(-samples // (workers * (loader.batch_size or 1)))
         self.ask: Callable[[int | None], Batch | None] = lambda epoch: None
         self.begin: Callable[[], int] = lambda: 0  # the number of iterations that others have done before
+        self._next = 0  # the epoch after the last that was iterated over to its end
         self._done: int | None = None  # iterations that are left out, because they were done before
 
     def __getattr__(self, name: str) -> Any:
@@ -86,8 +87,10 @@ class DealtLoader:
             return
         epoch = None
         while (batch := self.ask(epoch)) is not None:
-            epoch = batch.epoch
+            # what a dead worker had of an epoch before comes late, and belongs to no epoch of its own here
+            epoch = max(batch.epoch, self._next if epoch is None else epoch)
             yield self._fetch(batch.indices)
+        self._next = self._next if epoch is None else epoch + 1
 
     def _fetch(self, indices: Tensor) -> Any:
         dataset, collate = self._loader.dataset, self._loader.collate_fn

@@ -13,7 +13,7 @@ trial, up to its first batch, and then in every worker.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torrential.loop.loader import DealtLoader, check_loader, shuffles
 from torrential.loop.optimizer import BackwardLosses, replace_step, spec_of_all
 from torrential.loop.turns import AtEnd, NextBatch, Place, TakeStep, Turns
 from torrential.randomness import TRAINING, seed_all
+from torrential.usercode import refuse_joining
 
 _current: ScriptRun | None = None  # of a process that a launch has started
 
@@ -117,6 +118,7 @@ class ScriptRun:
 
 def join() -> ScriptRun:
     """The run that this script takes part in; alone, a plain loop."""
+    refuse_joining()
     if _current is None:
         return ScriptRun()
     _current.asked_for = True
@@ -213,6 +215,7 @@ class WorkerRun(ScriptRun):
         self._blueprint, self._config, self._start, self._play = blueprint, config, start, play
         self._stop, self._reaches = stop, reaches
         self._dealt: DealtLoader | None = None
+        self._news = False  # whether there was a batch since the last report
         self.turns = Turns(self._program)
         self.context: LoopContext | None = None
 
@@ -263,6 +266,7 @@ class WorkerRun(ScriptRun):
     # -- what the script does -------------------------------------------------------------------------------------
     def _next(self, epoch: int | None) -> Batch | None:
         batch: Batch | None = self.turns.ask(NextBatch(epoch))
+        self._news |= batch is not None
         if batch is not None:
             device = torch.device(self._blueprint.device)
             seed_all(device, self._config.seed, TRAINING, batch.epoch, batch.first)  # as a run of a task draws
@@ -275,15 +279,30 @@ class WorkerRun(ScriptRun):
             self._dealt.skip_none()
         return place
 
-    def epochs(self, count: int) -> Iterable[int]:
+    def epochs(self, count: int) -> Iterator[int]:
         limit = self._config.epochs
-        return range(self.epoch, count if limit >= NO_LIMIT else limit)
+        for epoch in range(self.epoch, count if limit >= NO_LIMIT else limit):
+            if self._is_over():
+                return
+            yield epoch
+
+    def _is_over(self) -> bool:
+        """Whether the run has no more batches for this script."""
+        context = self.context
+        if context is None:
+            return False
+        if context.servers is not None and context.comm.stop_requested():
+            return True  # members of a group stop when all have voted on it
+        return context.progress.finished()
 
     def _report(self, value: float, loss: float | None) -> None:
         if self.context is None:
             self.turns.ask(Place())
         if self.context is None or (self._dealt is not None and self._dealt.replaying):
             return
+        if self._is_over() and not self._news:
+            return  # of an epoch that had no batches, because the run was stopped
+        self._news = False
         workers = self.context.comm.view.workers
         if workers and self.rank == workers[0]:
             self.context.report(value, loss)

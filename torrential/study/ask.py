@@ -61,6 +61,7 @@ class StudyRequest(msgspec.Struct, frozen=True, kw_only=True):
     set: dict[str, Any] = {}
     tune: dict[str, list[str]] = {}
     tune_trials: int = 1
+    minimize: bool = False  # whether a smaller value of what a script reports is better
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,7 +42,9 @@ def add(
         task: Annotated[
             str | None,
             typer.Argument(
-                help="A built-in task, or file.py[:name].", show_default=False, autocompletion=completion.tasks
+                help="A built-in task, file.py[:name], or a script for 'torrential launch'.",
+                show_default=False,
+                autocompletion=completion.tasks,
             ),
         ] = None,
         strategies: Annotated[
@@ -56,6 +58,9 @@ def add(
         ] = None,
         target: Annotated[
             float | None, typer.Option(help="The value of validation to reach; the task's own by default.")
+        ] = None,
+        minimize: Annotated[
+            bool | None, typer.Option("--minimize", help="A smaller value of what a script reports is better.")
         ] = None,
         trials: Annotated[
             str | None,
@@ -126,6 +131,7 @@ def add(
         given = {
             "strategies": strategies,
             "target": target,
+            "minimize": minimize,
             "trials": trials,
             "workers": workers,
             "servers": servers,
@@ -223,6 +229,7 @@ def _asked(task: str | None, given: dict[str, Any], options: dict[str, Any]) -> 
         task=absolute_spec(task),
         strategies=[absolute_entries(text) for text in given["strategies"]],
         target=given["target"],
+        minimize=bool(given["minimize"]),
         trials=most,
         auto=auto,
         workers=_numbers(or_default("workers", WORKERS)),

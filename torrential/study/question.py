@@ -12,8 +12,11 @@ from pathlib import Path
 
 import msgspec
 
+from torrential import launching
 from torrential.config import Settings
 from torrential.errors import BadInput
+from torrential.launching import is_script, script_of, task_of, try_script
+from torrential.loop.blueprint import OwnLoop
 from torrential.options import make
 from torrential.resolve import ResolvedRun, RunRequest, cluster_table, resolve
 from torrential.strategies.base import Strategy, needs_servers
@@ -25,6 +28,7 @@ from torrential.task import Task
 from torrential.tasks import load_task
 from torrential.userfiles import split_spec
 from torrential.version import __version__
+from torrential.worlds.local.launch import Launch
 
 CLOSE = 0.1  # how far the samples of an entry's interval may be off, as steps are whole
 
@@ -36,6 +40,7 @@ class Subject:
     task: Task
     source: str | None  # where the task is loaded from; None: a program made it
     strategies: Mapping[str, type[Strategy]]
+    loop: OwnLoop | None = None  # the script that the task stands for
 
 
 def make_question(
@@ -48,13 +53,16 @@ def make_question(
     """`measured`: what a study that goes on has measured already. `task` and `strategies`: those of a program."""
     check_asked(asked)
     source = asked.task if task is None else None
+    loop = tried(asked, asked.seed) if task is None and is_script(asked.task) else None
+    if loop is not None:
+        task = task_of(loop, not asked.minimize, lambda batch: batch)
     task = load_task(asked.task) if task is None else task
     asked = msgspec.structs.replace(asked, target=task.target if asked.target is None else asked.target)
     if asked.target is None:
         raise BadInput(f"the task {task.name} has no target of its own; give one with --target")
     specs = make_specs(asked)
     _check_auto(asked, len(specs))
-    subject = Subject(task, source, _load_strategies(specs, strategies or {}))
+    subject = Subject(task, source, _load_strategies(specs, strategies or {}), loop)
     runs = [_check(asked, spec, subject) for spec in specs]
     specs, interval = _same_rules(asked, specs, runs)
     tuned = [with_values(spec, values) for spec in specs for values in grid(asked.tune)]
@@ -75,6 +83,16 @@ def make_question(
         measured=measure_compute_times(requests, runs[0].config.device, measured),
     )
     return question, subject
+
+
+def tried(asked: StudyRequest, seed: int, launch: Launch | None = None) -> OwnLoop:
+    """The study's script, tried with a seed: what it begins with may depend on that."""
+    own = Launch() if launch is None else launch
+    try:
+        return try_script(script_of(asked.task), max(asked.workers), seed, own)
+    finally:
+        if launch is None:
+            own.close()
 
 
 def _load_strategies(specs: Sequence[Spec], known: Mapping[str, type[Strategy]]) -> dict[str, type[Strategy]]:
@@ -112,13 +130,30 @@ def request(
     if spec.evaluate_every is not None:
         options["evaluate_every"] = str(spec.evaluate_every)
     kind = subject.strategies[spec.strategy]
+    servers = (asked.servers if needs_servers(kind) else None) if spec.servers is None else spec.servers
+    if subject.loop is not None:
+        return launching.request(
+            subject.loop,
+            strategy=kind,
+            options=options,
+            maximize=not asked.minimize,
+            workers=spec.workers,
+            servers=servers,
+            epochs=asked.epochs,
+            steps=spec.steps,
+            target=asked.target,
+            batch_size=asked.batch_size if spec.batch_size is None else spec.batch_size,
+            lr=asked.lr if spec.lr is None else spec.lr,
+            seed=seed,
+            world=spec.world,
+        )
     run = RunRequest(
         task=subject.task,
         source=subject.source,
         strategy=kind,
         options=options,
         workers=spec.workers,
-        servers=(asked.servers if needs_servers(kind) else None) if spec.servers is None else spec.servers,
+        servers=servers,
         epochs=asked.epochs,
         steps=spec.steps,
         target=asked.target,

@@ -10,7 +10,7 @@ from torrential.opening import open_run
 from torrential.records import Event, RecordWriter, Step
 from torrential.study.ask import Question
 from torrential.study.plan import Trial
-from torrential.study.question import Subject, request
+from torrential.study.question import Subject, request, tried
 from torrential.study.results import DIVERGED
 from torrential.study.watch import StudyProgress
 from torrential.worlds.local.launch import Launch
@@ -32,7 +32,10 @@ class Train:
         launch = self._launch() if trial.spec.world == "local" else None
         try:
             question = self._question
-            asked = request(question.asked, trial.spec, self._subject, trial.seed, question.measured)
+            subject = self._subject
+            if subject.loop is not None:
+                subject = replace(subject, loop=replace(tried(question.asked, trial.seed, launch), prints=False))
+            asked = request(question.asked, trial.spec, subject, trial.seed, question.measured)
             if trial.values:  # test data is for what is reported
                 asked = replace(asked, options=asked.options | {"test": "false"})
             job = open_run(asked, trial.directory)

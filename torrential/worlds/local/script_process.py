@@ -60,7 +60,7 @@ def play_script(
         stop=lambda: link.send(m.Stop()),
         reaches=lambda value: job.task.reaches(config.target, value),
     )
-    if rank:
+    if rank or not loop.prints:
         print_to(job.directory / f"worker-{rank}.log")
     device = use_device(config, rank)
     seed_all(device, config.seed, 0)

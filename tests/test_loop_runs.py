@@ -1,0 +1,219 @@
+"""Runs of scripts with a loop of their own: deaths, checkpoints, what is refused."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import torrential as tt
+from torrential.errors import BadInput, RunFailed, WorkerFailed
+from torrential.records import Evaluation, Event
+
+HEAD = """
+import os, signal, sys, torch
+from pathlib import Path
+import torrential as tt
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+data = TensorDataset(torch.randn(61, 4), torch.arange(61))
+loader = DataLoader(data, batch_size=4, shuffle=True)
+run = tt.join()
+"""
+PREPARED = HEAD + "model, optimizer, loader = run.prepare(model, optimizer, loader)\n"
+DYING = (
+    PREPARED
+    + """
+home, dies, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+taken = 0
+def die(where):
+    if where == when and run.rank == 1 and taken == int(dies) and not (home / "died").exists():
+        (home / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+with open(home / f"seen-{run.rank}-{os.getpid()}", "a", buffering=1) as seen:
+    for epoch in run.epochs(3):
+        for x, numbers in loader:
+            taken += 1
+            optimizer.zero_grad()
+            die("before backward")
+            model(x).pow(2).mean().backward()
+            die("before step")
+            optimizer.step()
+            seen.write(f"{epoch} " + " ".join(map(str, numbers.tolist())) + "\\n")
+            die("after step")
+"""
+)
+
+
+def launch(tmp_path: Path, source: str, strategy="allreduce", **options):
+    (tmp_path / "script.py").write_text(source)
+    options = {"workers": 2, "threads": 1, "out": tmp_path / "run", "progress": False} | options
+    return tt.launch(tmp_path / "script.py", strategy, **options)
+
+
+def seen(directory: Path) -> Counter:
+    found = Counter()
+    for file in directory.glob("seen-*"):
+        for line in file.read_text().splitlines():
+            epoch, *numbers = map(int, line.split())
+            found.update((epoch, number) for number in numbers)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "when", "dies", "options"),
+    [
+        ("allreduce", "before backward", 3, {}),
+        ("allreduce", "before step", 5, {}),
+        ("allreduce", "before step", 15, {"transport": "unix"}),
+        ("allreduce", "after step", 10, {"restart": True}),
+        ("allreduce", "before step", 4, {"accumulate": 2}),
+        ("bsp", "before step", 5, {"restart": True}),
+        ("ssp", "before step", 2, {}),
+        ("downpour", "after step", 2, {}),
+        ("downpour", "before step", 2, {"push_every": 2}),
+    ],
+)
+def test_a_worker_dies_and_every_sample_is_trained_on_once(tmp_path, strategy, when, dies, options):
+    result = launch(tmp_path, DYING, strategy, workers=3, args=[str(tmp_path), str(dies), when], **options)
+    assert (tmp_path / "died").exists()
+    assert [e.worker for e in result.history if isinstance(e, Event) and e.event == "worker_lost"] == [1]
+    found = seen(tmp_path)
+    if strategy in ("ssp", "downpour"):  # what a dead worker had may be trained on in the next epoch
+        found = Counter({(0, n): sum(found[(e, n)] for e in range(3)) - 2 for n in range(61)})
+        odd = {n: times for (_, n), times in found.items() if times != 1}
+    else:
+        odd = {(e, n): found[(e, n)] for e in range(3) for n in range(61) if found[(e, n)] != 1}
+    if options.keys() & {"accumulate", "push_every"}:  # its first batch of two was not in any update yet
+        assert len(odd) <= 4 and set(odd.values()) <= {2}
+    else:
+        assert odd == {}
+    assert result.summary.samples == 3 * 61
+
+
+RESUMED = (
+    HEAD
+    + """
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+loader = DataLoader(data, batch_size=4, shuffle=True, drop_last=True)
+model, optimizer, loader = run.prepare(model, optimizer, loader)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=60)
+run.save(scheduler=scheduler)
+for epoch in run.epochs(4):
+    for number, (x, _) in enumerate(loader):
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        scheduler.step()
+        if Path(sys.argv[1]).exists() and epoch == 2 and number == 4:
+            raise KeyError("stopped")
+    run.report(loss=scheduler.get_last_lr()[0])
+"""
+)
+
+
+@pytest.mark.parametrize(("strategy", "workers"), [("allreduce", 2), ("bsp", 1)])
+def test_a_resumed_script_ends_in_the_same_bits(tmp_path, strategy, workers):
+    options = {"workers": workers, "evaluate_every": 6, "minimize": True, "args": [str(tmp_path / "stop")]}
+    whole = launch(tmp_path, RESUMED, strategy, **options)
+    (tmp_path / "stop").touch()
+    with pytest.raises(WorkerFailed, match="KeyError: 'stopped'"):
+        launch(tmp_path, RESUMED, strategy, out=tmp_path / "cut", **options)
+    (tmp_path / "stop").unlink()
+    resumed = tt.launch(tmp_path / "script.py", args=options["args"], resume=tmp_path / "cut", progress=False)
+    for file in ("model", "optimizer"):
+        last = f"checkpoints/step-{whole.summary.steps:08}/{file}.safetensors"
+        one, other = (load_file(result.out / last) for result in (whole, resumed))
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    reports = [[e.value for e in result.history if isinstance(e, Evaluation)] for result in (whole, resumed)]
+    assert reports[0] == reports[1] and len(reports[0]) == 4
+
+
+def test_a_target_stops_all_workers_and_the_script_goes_on_to_its_end(tmp_path):
+    source = PREPARED + (
+        "for epoch in range(50):\n"
+        "    for x, _ in loader:\n"
+        "        model(x).pow(2).mean().backward()\n"
+        "        optimizer.step()\n"
+        "    run.report(progress=epoch / 10)\n"
+        f"open({str(tmp_path)!r} + f'/ended-{{run.rank}}', 'w').close()\n"
+    )
+    result = launch(tmp_path, source, target=0.2)
+    assert result.summary.reached and result.summary.metric == "progress"
+    assert (tmp_path / "ended-0").exists() and (tmp_path / "ended-1").exists()
+    assert result.summary.steps < 40
+
+
+STEP = "    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "said"),
+    [
+        ("print('nothing')", BadInput, "never calls tt.join"),
+        (HEAD, BadInput, "ended without a batch or step"),
+        (HEAD + "run.prepare(model, model)", BadInput, "the model Linear was prepared already"),
+        (HEAD + "run.prepare(3)", BadInput, r"given: a int"),
+        (HEAD + "raise KeyError('x')", BadInput, r"script.py raised KeyError: 'x' \(.*script.py:14\)"),
+        (HEAD + "import sys; sys.exit(3)", BadInput, r"sys.exit\(3\) before its first batch"),
+        (HEAD + "run.prepare(model, optimizer); optimizer.step()", BadInput, "prepared no loader"),
+        (
+            HEAD + "run.prepare(DataLoader(data, batch_sampler=[[1], [2]]))",
+            BadInput,
+            "batch_sampler of its own, and the run deals batches out",
+        ),
+        (PREPARED + "for x, _ in loader: optimizer.step()", RunFailed, "backward has left no gradient"),
+        (PREPARED + "for x, _ in loader:\n    optimizer.step(lambda: 1)", RunFailed, "was given a closure"),
+        (
+            PREPARED + "for x, _ in loader:\n" + STEP + "    if run.rank: raise ValueError('here')",
+            WorkerFailed,
+            r"worker 1 failed.*ValueError: here \(.*script.py:18\)",
+        ),
+        (
+            PREPARED + "for n, (x, _) in enumerate(loader):\n    if run.rank and n == 3: continue\n" + STEP,
+            RunFailed,
+            "scripts of workers differ at step 4: worker 0 took 1 batch .* worker 1 took 2 batches",
+        ),
+        (
+            PREPARED + "for n, (x, _) in enumerate(loader):\n" + STEP + "    if run.rank and n == 3: break",
+            RunFailed,
+            "worker 1 finished, and worker 0 waited for another step",
+        ),
+        (
+            PREPARED + "for x, _ in loader:\n    (model(x).mean() * float('nan')).backward()\n    optimizer.step()",
+            RunFailed,
+            "the loss turned nan on worker . at step 1; lower the script's learning rate",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_script_is_said_in_one_line(tmp_path, source, error, said):
+    with pytest.raises(error, match=said) as raised:
+        launch(tmp_path, source, timeout=2)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_no_script_can_be_run_with_is_refused(tmp_path):
+    for options, said in (
+        ({"strategy": "ddp"}, "ddp wraps the model"),
+        ({"warmup": 1}, "warmup is for tasks"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            launch(tmp_path, PREPARED + "for x, _ in loader: pass", **options)
+    with pytest.raises(BadInput, match="there is no script"):
+        tt.launch(tmp_path / "gone.py")
+
+
+def test_alone_a_script_is_a_plain_loop():
+    run = tt.join()
+    model, loader = torch.nn.Linear(2, 1), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 2)))
+    assert run.prepare(model) is model and run.prepare(loader) is loader
+    assert (list(run.epochs(3)), run.rank, run.workers) == ([0, 1, 2], 0, 1)
+    run.report(accuracy=1.0)
+    with pytest.raises(BadInput, match="prepared already"):
+        run.prepare(model)
