@@ -114,7 +114,9 @@ def train(
     ] = None,
     log: Annotated[
         str | None,
-        typer.Option(help="Loggers that hear of the run, as in tensorboard,wandb,mlflow.", show_default=False),
+        typer.Option(
+            help="Loggers that hear of the run, as in tensorboard,wandb,mlflow.", autocompletion=completion.loggers
+        ),
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets are.", envvar="TORRENTIAL_DATA")] = None,
     json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
