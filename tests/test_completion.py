@@ -10,6 +10,7 @@ import pytest
 
 from torrential import completion
 from torrential.config import LocalSettings, Recipe
+from torrential.listeners.loggers import LOGGERS
 from torrential.strategies import STRATEGIES
 from torrential.worlds.sim.cluster import read_cluster
 
@@ -33,6 +34,7 @@ main()
         ("torrential train digits --world s", ["sim"]),
         ("torrential train digits --device c", ["cpu", "cuda"]),
         ("torrential train digits --cluster l", ["laptop"]),
+        ("torrential train digits --log tensorboard,w", ["tensorboard,wandb"]),
         ("torrential train digits --set a", ["accumulate=", "algorithm="]),
         ("torrential train digits --set tra", ["transport="]),
         ("torrential train digits --world sim --set tra", ["trace="]),
@@ -53,6 +55,7 @@ def test_what_is_offered(typed: str, offered: list[str]) -> None:
 
 def test_names_are_those_that_there_are() -> None:
     assert completion.strategies("") == sorted(STRATEGIES)
+    assert completion.loggers("") == sorted(LOGGERS)
     for name in completion.clusters(""):
         assert read_cluster(name)["name"] == name
     for name, kind in STRATEGIES.items():

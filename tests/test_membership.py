@@ -331,6 +331,17 @@ def test_the_target_is_told_to_those_who_join_later_too() -> None:
     assert scene.heard(0, m.Stop) == scene.heard(1, m.Stop) == [m.Stop()]
 
 
+def test_a_run_is_stopped_once_and_its_last_snapshot_is_wanted() -> None:
+    scene = Scene(2, "view", servers=1, coordinators=1, replaced=frozenset({"worker"})).begin()
+    for why in ("enough", "more than enough"):
+        scene.do("stop", why)
+    scene.lose(1)
+    scene.say(m.Ready(), 1)
+    assert names(scene)[:1] == ["stopped"] and names(scene).count("stopped") == 1
+    assert scene.heard(0, m.Stop) == scene.heard(1, m.Stop) == scene.heard(COORDINATORS, m.Stop) == [m.Stop()]
+    assert not scene.heard(OBSERVER, m.Stop)  # it would evaluate nothing more
+
+
 # -- the observer ------------------------------------------------------------------------------------------------------
 class Taken:
     def __init__(self, rank: int, slot: int, step: int) -> None:

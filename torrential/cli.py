@@ -115,7 +115,9 @@ def train(
     ] = None,
     log: Annotated[
         str | None,
-        typer.Option(help="Loggers that hear of the run, as in tensorboard,wandb,mlflow.", show_default=False),
+        typer.Option(
+            help="Loggers that hear of the run, as in tensorboard,wandb,mlflow.", autocompletion=completion.loggers
+        ),
     ] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where data sets are.", envvar="TORRENTIAL_DATA")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Serve a live page of the run while it goes on.")] = False,

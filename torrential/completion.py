@@ -41,6 +41,10 @@ def devices(incomplete: str) -> list[str]:
     return _beginning(("auto", "cpu", "cuda"), incomplete)
 
 
+def loggers(incomplete: str) -> list[str]:
+    return _last_of_list(("mlflow", "tensorboard", "wandb"), incomplete)
+
+
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
     """The options that --set takes with the strategy and the world that were given; where several may be meant, those
     of any."""

@@ -50,7 +50,7 @@ class Listener:
         """The run begins, or goes on where it was resumed."""
 
     def record(self, record: Record) -> None:
-        """Something is on record: a tt.records Step, Evaluation or Event, and at the end of a run a Summary."""
+        """Something is on record: a Step, Evaluation or Event of torrential.records, and at the end a Summary."""
 
     def end(self) -> None:
         """The run is over. One that failed or was interrupted has given no Summary."""
