@@ -301,6 +301,18 @@ def test_nobody_stays_by_saying_a_byte_now_and_then(server: PageServer, monkeypa
         pytest.fail("it was never dropped")
 
 
+def test_a_port_can_be_used_again_at_once(tmp_path: Path) -> None:
+    port = 0
+    for _ in range(3):
+        with PageServer(tmp_path, port=port) as server:
+            port = server.server_port
+            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+            thread.start()
+            assert get(server, "/")[0] == 404
+            server.shutdown()
+            thread.join()
+
+
 def test_it_listens_on_loopback_alone(server: PageServer) -> None:
     assert server.socket.getsockname()[0] == "127.0.0.1"
 

@@ -7,6 +7,7 @@ a page that nobody looks at costs nothing. Changes are told item by item: the pa
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections import Counter
@@ -159,7 +160,7 @@ class LiveView:
 
     def _without_runs(self, error: Exception) -> str:
         directory = self._view.directory
-        words = str(error) if directory.is_dir() else f"{directory} is gone; it is shown again when it is back"
+        words = str(error) if os.path.isdir(directory) else f"{directory} is gone; it is shown again when it is back"
         return page.template("waiting.html").render(directory=directory, words=words)
 
     def _keep(self, encoded: dict[Item, msgspec.Raw]) -> None:
@@ -211,21 +212,21 @@ class LivePage:
 
     def _views(self) -> list[PageView]:
         whole = [PageView("all", self._directory.name, self._directory, self._task)]
-        if any((self._directory / name).exists() for name in (STUDY, MANIFEST)):
+        if any(os.path.exists(self._directory / name) for name in (STUDY, MANIFEST)):
             return whole
         try:
             inside = sorted(self._directory.iterdir())
-        except OSError:
+        except OSError:  # a look will say what is wrong
             return whole
         self._manifests.begin()
-        studies = [place for place in inside if (place / STUDY).exists()]
+        studies = [place for place in inside if os.path.exists(place / STUDY)]
         found = [PageView(f"study {place.name}", place.name, place, None, _changed(place / RUNS)) for place in studies]
         return [*self._views_of_tasks(inside), *found] or whole
 
     def _views_of_tasks(self, inside: list[Path]) -> list[PageView]:
         counts, begun = Counter[str](), dict[str, float]()
         for place in inside:
-            if not (place / MANIFEST).exists():
+            if not os.path.exists(place / MANIFEST):
                 continue
             try:
                 task = str(self._manifests.manifest(place).config["task"])

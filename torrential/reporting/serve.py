@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
@@ -39,6 +40,7 @@ LONGEST_QUERY = 4096  # characters
 OPEN_SECONDS = 3.0  # since its last question, for which a page is taken to be open; it asks twice a second
 LINGER_SECONDS = 1.3  # in which every open page asks once more
 LAST_SECONDS = 5.0  # for answers that are under way
+SIGNAL_SECONDS = 0.2  # after which a signal is seen that came just before a wait began, and did not interrupt it
 NICE = 10  # training goes first
 HEADERS = {
     "Cache-Control": "no-store",
@@ -74,7 +76,6 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = MOST_CALLERS
-    allow_reuse_address = False  # a port that somebody else has just used may still get its callers
 
     def __init__(self, directory: Path, task: str | None = None, port: int = 0) -> None:
         self._directory, self._task = directory, task
@@ -127,6 +128,11 @@ class PageServer(ThreadingHTTPServer):
             time.sleep(0.02)
         self.shutdown()
 
+    def server_bind(self) -> None:
+        """Without asking for the name of this machine, which may take long where nobody knows it."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = HOST, int(self.server_address[1])
+
     # -- callers --------------------------------------------------------------------------------------------------
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._counting:
@@ -154,7 +160,8 @@ class PageServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), OSError):  # a caller that has left, or was dropped, is no error
+        error = sys.exception()
+        if not isinstance(error, OSError) or error.filename is not None:  # else a caller has left, or was dropped
             super().handle_error(request, client_address)
 
 
@@ -187,6 +194,14 @@ def watch(directory: Path, task: str | None, port: int, say: Callable[[str], Non
         raise BadInput(f"there is no directory {directory}; name a study, a directory of runs, or a run")
     os.nice(NICE)
     with PageServer(directory, task, port) as server:
-        say(server.address)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
+        thread = threading.Thread(target=server.serve_forever, daemon=True)  # no signal interrupts an answer there
+        thread.start()
+        try:
+            say(server.address)
+            while thread.is_alive():  # until Ctrl-C, or another signal that raises
+                thread.join(SIGNAL_SECONDS)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            server.shutdown()
+            thread.join()
