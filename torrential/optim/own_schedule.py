@@ -190,7 +190,7 @@ class _Unmoved(torch.optim.Optimizer):
     def __init__(self, groups: tuple[Mapping[str, Any], ...], defaults: dict[str, Any]) -> None:
         super().__init__([{"params": [torch.zeros(1)], **group} for group in groups], defaults)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         pass
 
 

@@ -33,8 +33,8 @@ class Rate(float):
         rate.groups = groups
         return rate
 
-    def __getnewargs__(self) -> tuple[float, tuple[Moved, ...]]:  # type: ignore[override]
-        return float(self), self.groups
+    def __reduce__(self) -> tuple[type[Rate], tuple[float, tuple[Moved, ...]]]:
+        return Rate, (float(self), self.groups)
 
 
 def groups_of(rate: float) -> tuple[Moved, ...]:
