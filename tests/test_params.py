@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torrential.comm.protocol import Agreement, Meter, Part, slices
+from torrential.optim.rates import Rates
 from torrential.optimizers import OptimizerSpec, optimizer
 from torrential.params import shared
 from torrential.params.base import Finished, Update
@@ -245,6 +246,9 @@ SPECS = {
     "sgd": optimizer("sgd", lr=0.1, momentum=0.9, weight_decay=0.01),
     "plain sgd": optimizer("sgd", lr=0.1),
     "adam": optimizer("adam", lr=0.1, weight_decay=0.01),
+    "groups": optimizer(
+        "sgd", lr=0.1, momentum=0.9, groups=[("*.bias", {"lr": 0.03}), ("2.*", {"momentum": 0.0, "weight_decay": 0.1})]
+    ).over(small()),
 }
 
 
@@ -271,7 +275,9 @@ def test_a_sliced_update_is_the_whole_update(name: str, ranks: tuple[int, ...]) 
     model = small()
     named = dict(model.named_parameters())
     plain = [named[e.name] for e in crew.layout.entries]
-    whole = replace(SPECS[name], options=SPECS[name].options | {"fused": False}).build(plain)
+    spec = replace(SPECS[name], options=SPECS[name].options | {"fused": False})
+    whole = spec.build(plain, names=[entry.name for entry in crew.layout.entries])
+    rates = Rates(whole, spec)
     for step in range(1, 8):
         crew.step(step)
         decided = update(crew.layout, ranks, step)
@@ -280,8 +286,7 @@ def test_a_sliced_update_is_the_whole_update(name: str, ranks: tuple[int, ...]) 
             present = [g[index] for g in per_rank if g[index] is not None]
             assert decided.used[index] == bool(present)
             parameter.grad = sum(present, torch.zeros_like(parameter)) * decided.scale if present else None
-        for group in whole.param_groups:
-            group["lr"] = 0.1 / step
+        rates.set(0.1 / step)
         whole.step()
         for entry, parameter in zip(crew.layout.entries, plain, strict=True):
             ours = entry.view(crew.homes[ranks[-1]].flat()["float32"])

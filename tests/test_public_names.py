@@ -43,6 +43,7 @@ NAMES = [
     "optimizer",
     "read_records",
     "report",
+    "scheduler",
     "train",
 ]
 

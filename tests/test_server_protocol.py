@@ -10,7 +10,8 @@ from network import Cluster, Deadlock, Hub
 
 from torrential.comm.protocol import SERVERS
 from torrential.errors import BadInput, RunFailed, WaitedTooLong
-from torrential.optimizers import OptimizerSpec
+from torrential.optim.rates import Rate
+from torrential.optimizers import OptimizerSpec, ParameterGroup
 from torrential.server.consistency import Consistency
 from torrential.server.messages import Add, Done, Push, Refused, Replicate, Replicated
 
@@ -74,6 +75,23 @@ def test_pushes_of_parts_and_of_keys_go_through_the_optimizer():
         cluster.work(0, program)
         hub.run()
         assert torch.equal(cluster.values(), plain)
+
+
+def test_groups_have_the_options_that_a_push_brings_along():
+    groups = (ParameterGroup(frozenset({"p0"}), {}, 0), ParameterGroup(frozenset({"p1"}), {"lr": 10.0}, 1))
+    for seed in range(3):
+        hub = Hub(seed, duplicate=0.3, drop=0.2)
+        spec = OptimizerSpec(torch.optim.SGD, 1.0, {"momentum": 0.5}, groups)
+        cluster = Cluster(hub, 4, servers=2, replicas=1, spec=spec, sizes=[2, 2], resend=5.0)
+
+        def program(client, comm):
+            client.push(torch.ones(4), clock=0, lr=1.0).wait()
+            moved = Rate(1.0, ({"lr": 2.0, "momentum": 0.5}, {"lr": 3.0, "momentum": 0.25}))
+            client.push(torch.ones(4), clock=1, lr=moved).wait()
+
+        cluster.work(0, program)
+        hub.run()
+        assert cluster.values().tolist() == [-4.0, -4.0, -13.75, -13.75]
 
 
 def test_momentum_of_keys_that_are_not_named_rests():
@@ -309,6 +327,13 @@ BAD = {
     "key": (lambda: [torch.ones(2), torch.tensor([0, 16])], {"keys": True}, "keys outside"),
     "keys": (lambda: [torch.ones(2), torch.tensor([0.0, 1.0])], {"keys": True}, "do not fit"),
     "rate": (lambda: [torch.ones(16)], {"lr": float("nan")}, "not finite"),
+    "rates": (
+        lambda: [torch.ones(16)],
+        {"rates": ({"lr": 1.0},) * 2},
+        "of 2 parameter groups, where there are 1",
+    ),
+    "options": (lambda: [torch.ones(16)], {"rates": ({"lr": 1.0, "betas": (0.9, float("inf"))},)}, "not finite"),
+    "no rate": (lambda: [torch.ones(16)], {"rates": ({"momentum": 0.9},)}, "have no lr"),
 }
 
 
@@ -316,7 +341,7 @@ BAD = {
 @pytest.mark.parametrize("kind", [Push, Add])
 def test_what_is_wrong_is_refused_by_name_and_changes_nothing(what, kind):
     make, options, words = BAD[what]
-    if kind is Add and what == "rate":
+    if kind is Add and (what == "rate" or "rates" in options):
         return
     hub = Hub(0)
     cluster = Cluster(hub, 16, workers=(3,))

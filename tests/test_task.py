@@ -50,7 +50,7 @@ def test_defaults() -> None:
         ({"model": 3}, "model must be a function (got 3)"),
         ({"loss": None}, "loss must be a function (got None)"),
         ({"metric": "accuracy"}, "metric must be a function (got 'accuracy')"),
-        ({"optimizer": "sgd"}, "optimizer must come from optimizer() (got 'sgd')"),
+        ({"optimizer": "sgd"}, "optimizer must come from optimizer() or be a function of the model (got 'sgd')"),
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1 (got 0)"),
         ({"batch_size": 2.5}, "(got 2.5)"),
         ({"epochs": -1}, "epochs must be a whole number of at least 1 (got -1)"),

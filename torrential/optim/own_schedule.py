@@ -33,6 +33,9 @@ class OwnSchedule(Protocol):
     def rate(self, seen: int, rate: float) -> float:
         """The rate after so many samples, where without a schedule it would be `rate`."""
 
+    def in_words(self) -> str:
+        """The schedule in a few words."""
+
     def describe(self) -> dict[str, Any]:
         """Plain values by which a resumed run sees whether the schedule is still the same."""
 
@@ -66,6 +69,9 @@ class FactorSchedule:
                 f"of the run: {found!r}); for one of torch's give tt.scheduler(lambda optimizer: ..., every='epoch')"
             )
         return float(found)
+
+    def in_words(self) -> str:
+        return "the task's own schedule"
 
     def describe(self) -> dict[str, Any]:
         return {"factors": [self._at(place / SHOWN) for place in range(SHOWN + 1)]}
@@ -168,6 +174,9 @@ class SteppedSchedule:
         first = moved[0]["lr"]
         assert isinstance(first, float)
         return Rate(first, tuple(moved))
+
+    def in_words(self) -> str:
+        return f"{type(self._scheduler).__name__}, stepped every {self.every} samples"
 
     def describe(self) -> dict[str, Any]:
         places = [self._step(self._total * place // SHOWN - (place == SHOWN)) for place in range(SHOWN + 1)]

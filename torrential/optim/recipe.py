@@ -97,6 +97,8 @@ def describe(recipe: Recipe, schedule: Schedule, joined: int, model: nn.Module) 
         parts += _steps(recipe, schedule, joined)
     elif recipe.schedule != "constant":
         parts.append(f"{recipe.schedule} decay")
+    if schedule.own is not None:
+        parts.append(schedule.own.in_words())
     if not recipe.decay_norms:
         parts.append(f"no weight decay on {len(exempt(model))} norm and bias tensors")
     if recipe.zero_gamma:

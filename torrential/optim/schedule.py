@@ -147,9 +147,10 @@ class Schedule:
 def examine_schedule(config: RunConfig, joined: int, given: Given | None) -> tuple[Given | None, dict[str, Any] | None]:
     """The task's own schedule with the options that it moves, and its course in plain values. Raises BadInput where a
     run cannot follow it."""
+    if given is None:
+        return None, None
     own, again = (schedule_of(config, joined, given).own for _ in range(2))
-    if own is None or again is None:
-        return given, None
+    assert own is not None and again is not None
     described = own.describe()
     if again.describe() != described:
         raise BadInput(
@@ -165,9 +166,7 @@ def schedule_of(config: RunConfig, joined: int, own: Given | None = None) -> Sch
     """The schedule of a run whose steps take `joined` samples. `own`: the task's, if it has one."""
     total = config.epochs * config.samples
     if config.steps is not None:
-        epochs, more = divmod(
-            config.steps, -(-config.samples // joined)
-        )  # the last step of an epoch may be a short one
+        epochs, more = divmod(config.steps, -(-config.samples // joined))  # an epoch's last step may be a short one
         total = min(total, epochs * config.samples + more * joined)
     batch = config.base_batch or config.batch_size
     given = own_schedule(own, config.samples, batch, total)
