@@ -5,16 +5,17 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from torrential.data.deal import Batch, Order
 from torrential.loop.dealing import KeptDeal
+from torrential.loop.loader import DealtLoader
 
-
-def order(epoch: int) -> torch.Tensor:
-    return torch.arange(1000)
+ORDER = Order(1000, 0, stream=True)
 
 
 def deal(samples: int, roster: tuple[int, ...], batch: int = 4, pieces: int = 1) -> KeptDeal:
-    made = KeptDeal(samples, 0, order)
+    made = KeptDeal(samples, 0, 0, 0, ORDER)
     made.roster = roster
     made.begin_round(batch, pieces)
     return made
@@ -53,6 +54,14 @@ def test_a_newcomer_has_nothing_of_the_round_that_it_comes_into():
     assert [len(made.pieces(0, rank, (0, 1, 5))[0]) for rank in (0, 1, 5)] == [2, 3, 3]
 
 
+def test_a_worker_that_is_slow_to_begin_has_no_epochs_of_its_own():
+    """Found in a run of two epochs: the others had done both, and a late script did two more."""
+    dealt = DealtLoader(DataLoader(TensorDataset(torch.arange(8)), batch_size=4), workers=2, samples=8)
+    left = [Batch(1, 0, torch.tensor([2, 3]), 2)]  # of the first epoch nothing
+    dealt.ask = lambda epoch: left.pop() if left and left[-1].epoch <= epoch else None
+    assert [[batch[0].tolist() for batch in dealt] for _ in range(2)] == [[], [[2, 3]]]
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_every_sample_is_trained_on_once_in_each_epoch(seed):
     draw = random.Random(seed)
@@ -73,7 +82,7 @@ def test_every_sample_is_trained_on_once_in_each_epoch(seed):
             seen.update((part.epoch, index) for index in part.indices.tolist())
         made.agree(count, present)
         made.advance(sum(map(len, parts)))
-        saved = KeptDeal(samples, 0, order, made.epoch, made.cursor)
+        saved = KeptDeal(samples, 0, made.epoch, made.cursor, ORDER)
         saved.load(made.state())
         assert (saved.owed, saved.roster) == (made.owed, made.roster)
         made = saved

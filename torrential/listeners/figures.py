@@ -14,9 +14,11 @@ from torrential.records import Evaluation, Step
 
 def figures_of(record: Step | Evaluation, metric: str) -> dict[str, float]:
     """The figures of a record by name. `metric`: the name of the task's metric."""
-    if isinstance(record, Step):
-        return {"train/loss": record.loss}
-    return {f"{record.split}/{metric}": record.value, f"{record.split}/loss": record.loss}
+    where = "train" if isinstance(record, Step) else record.split
+    found = {f"{where}/{name}": value for name, value in record.figures.items()}
+    if isinstance(record, Evaluation):
+        found[f"{where}/{metric}"] = record.value
+    return found | {f"{where}/loss": record.loss}
 
 
 def need(package: str, what: str) -> None:

@@ -102,7 +102,7 @@ class LoopData(TrainingData):
     @staticmethod
     def _is_over(wish: NextBatch, epoch: int) -> bool:
         """Whether the epoch that the script iterates over has no more samples."""
-        return wish.epoch is not None and epoch > wish.epoch
+        return epoch > wish.epoch
 
     def ballot(self) -> list[float]:
         wish, clip = self._turns.wish, self.clip()

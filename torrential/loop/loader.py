@@ -57,10 +57,10 @@ class DealtLoader:
     def __init__(self, loader: DataLoader[Any], workers: int, samples: int) -> None:
         self._loader = loader
         self._length = -(-samples // (workers * (loader.batch_size or 1)))
-        self.ask: Callable[[int | None], Batch | None] = lambda epoch: None
+        self.ask: Callable[[int], Batch | None] = lambda epoch: None
         self.begin: Callable[[], int] = lambda: 0  # the number of iterations that others have done before
-        self._next = 0  # the epoch after the last that was iterated over to its end
         self._done: int | None = None  # iterations that are left out, because they were done before
+        self._next = 0  # the epoch that the script's next iteration is for
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -74,8 +74,10 @@ class DealtLoader:
         """Whether the script is in an epoch that was over before this worker came."""
         return self._done is not None and self._done > 0
 
-    def skip_none(self) -> None:
-        """The script knows by itself which epoch it begins with."""
+    def skip_none(self, epoch: int) -> None:
+        """The script knows by itself that it begins with this epoch."""
+        if self._done is None:
+            self._next = epoch
         self._done = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -83,14 +85,13 @@ class DealtLoader:
             self._done = self.begin()
         elif self._done:
             self._done -= 1
+        epoch, self._next = self._next, self._next + 1
         if self._done:
             return
-        epoch = None
+        # Samples of an epoch before come late, where a dead worker had them; and a worker that was slow to begin may
+        # have none of an epoch that the others have done without it.
         while (batch := self.ask(epoch)) is not None:
-            # what a dead worker had of an epoch before comes late, and belongs to no epoch of its own here
-            epoch = max(batch.epoch, self._next if epoch is None else epoch)
             yield self._fetch(batch.indices)
-        self._next = self._next if epoch is None else epoch + 1
 
     def _fetch(self, indices: Tensor) -> Any:
         dataset, collate = self._loader.dataset, self._loader.collate_fn

@@ -264,7 +264,7 @@ class WorkerRun(ScriptRun):
         self._play(self.context)
 
     # -- what the script does -------------------------------------------------------------------------------------
-    def _next(self, epoch: int | None) -> Batch | None:
+    def _next(self, epoch: int) -> Batch | None:
         batch: Batch | None = self.turns.ask(NextBatch(epoch))
         self._news |= batch is not None
         if batch is not None:
@@ -276,7 +276,7 @@ class WorkerRun(ScriptRun):
     def epoch(self) -> int:
         place = int(self.turns.ask(Place()) or 0)
         if self._dealt is not None:
-            self._dealt.skip_none()
+            self._dealt.skip_none(place)
         return place
 
     def epochs(self, count: int) -> Iterator[int]:

@@ -21,7 +21,7 @@ from greenlet import getcurrent, greenlet
 class NextBatch:
     """The script wants its next batch, of this epoch if it says so."""
 
-    epoch: int | None
+    epoch: int
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class Forgetful(Observer):
     """Evaluates nothing and keeps nothing but bytes."""
 
     def __init__(self, audit: Audit | None) -> None:
-        self._audit = audit
+        self._audit, self.evaluates = audit, True
         self.saved: list[bytes] = []
 
     def of(self, task: Task, config: RunConfig, *others: Any) -> Observer:
