@@ -15,7 +15,8 @@ from torrential.comm.protocol import SERVERS, Letter
 from torrential.optimizers import OptimizerSpec
 from torrential.server import ring
 from torrential.server.consistency import Consistency
-from torrential.server.messages import LIFE_BITS, Done, Mark, Marking, Pull, Push, Request, Save, View
+from torrential.server.dealer import Dealer
+from torrential.server.messages import LIFE_BITS, Done, Mark, Marking, Pull, Push, Request, Save, Take, View
 from torrential.server.server import Server
 from torrential.server.shard import Initial
 
@@ -36,13 +37,13 @@ class Desk(MemoryComm):
 class One:
     """A server alone, which is told letters and views one by one."""
 
-    def __init__(self, consistency: Consistency) -> None:
+    def __init__(self, consistency: Consistency, dealer: Dealer | None = None) -> None:
         hub = Hub()
         self._table = ring.begin([SERVERS], NUMEL)
         hub.view = View(1, (0, 1), self._table)
         self.desk = Desk(hub)
         spec = OptimizerSpec(torch.optim.SGD, 1.0)
-        initial = Initial(torch.zeros(NUMEL))
+        initial = Initial(torch.zeros(NUMEL), dealer=dealer)
         self.server = Server(self.desk, flat_layout(NUMEL), spec, consistency, initial=initial)
 
     def view(self, version: int, *workers: int) -> None:
@@ -113,6 +114,20 @@ def test_clocks_that_nobody_is_left_to_push_for_are_closed(first: int | None) ->
         one.ask(Pull, worker, life=1, nth=1, view=1, clock=2)
     assert one.shard.closed == 2 and one.shard.version == 0
     assert len(one.answers(0)) == len(one.answers(1)) == 1
+
+
+def test_a_worker_that_was_dealt_nothing_is_dealt_nothing_when_its_request_comes_twice() -> None:
+    """Samples that were given back in between went to a worker that did not wait for them, and nobody ever used them:
+    the others went on for ever without any."""
+    one = One(Consistency(1), Dealer(samples=3, epochs=1))
+    one.ask(Take, 0, life=1, nth=1, view=1, clock=0, count=3)
+    one.ask(Take, 1, life=1, nth=1, view=1, clock=0, count=3)
+    one.view(2, 1)  # worker 0 is gone
+    one.ask(Take, 1, life=1, nth=1, view=1, clock=0, count=3)
+    assert [(done.lease, done.finished) for done in one.answers(1)] == [(0, False)] * 2
+    assert one.shard.dealer.leases == {} and len(one.shard.dealer.returned) == 1
+    one.ask(Take, 1, life=1, nth=2, view=2, clock=1, count=3)
+    assert one.answers(1)[-1].indices == (0, 3)
 
 
 def test_a_range_that_was_cut_while_its_contents_were_under_way_is_asked_for_again() -> None:

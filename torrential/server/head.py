@@ -372,8 +372,7 @@ class Head:
                 asks = list(takes.values())  # others hold the last samples, and must not wait for these: no samples
                 takes.clear()  # this time, so that they go on to the next clock
                 self._empty = max(self._empty, *(ask.request.clock + 1 for ask in asks))
-                for ask in asks:
-                    self._link.answer_when_replicated(ask, (Outcome(self.shard.version), ()))
+                self._link.commit(ShardOperation("nothing", tuple(asked(ask) for ask in asks)), (), asks)
             else:
                 for worker, ask in list(takes.items()):
                     early = ask.request.after > self.shard.version  # type: ignore[attr-defined]

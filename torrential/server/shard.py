@@ -319,6 +319,10 @@ class Shard:
         self.dealer.give_back(asked.lease)
         return [self._record(asked, Outcome(self.version))]
 
+    def _nothing(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
+        """Deal nothing, though there may be samples again in a moment: a request that comes twice must not get them."""
+        return [self._record(asked, Outcome(self.version)) for asked in operation.asked]
+
     def _meet(self, operation: ShardOperation, tensors: Sequence[Tensor]) -> list[Result]:
         """Count a worker's clock from now on: it has sent its first request."""
         for worker in operation.workers:
