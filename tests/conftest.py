@@ -18,6 +18,7 @@ from torrential import launching, run
 from torrential.worlds.local.warm import Warm
 
 GRACE_SECONDS = 3.0
+SEMAPHORE = "sem.mp-"  # of a pool of Python's, which may be another test's: its resource tracker removes them
 
 # Every process started from here inherits this, so that it is known as ours even when its parent is gone.
 MARK = "TORRENTIAL_TESTS", uuid.uuid4().hex
@@ -36,7 +37,7 @@ class Machine:
         return cls(
             pids=frozenset(int(name) for name in os.listdir("/proc") if name.isdigit()),
             files=frozenset(
-                [f"/dev/shm/{name}" for name in os.listdir("/dev/shm")]
+                [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if not name.startswith(SEMAPHORE)]
                 + [f"/tmp/{name}" for name in os.listdir("/tmp") if name.startswith("torrential")]
             ),
             sockets=frozenset(listening_abstract_sockets(Path("/proc/net/unix").read_text())),
