@@ -33,6 +33,7 @@ loader = DataLoader(TensorDataset(data), batch_size=args.batch, shuffle=args.shu
 run = tt.join()  # tt
 encoder, criterion, optimizer, loader = run.prepare(encoder, criterion, optimizer, loader)  # tt
 
+loss = torch.zeros(())
 for _ in run.epochs(2):  # tt: for _ in range(2):
     for (x,) in loader:
         one, other = (x + 0.1 * torch.randn_like(x) for _ in range(2))

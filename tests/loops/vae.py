@@ -35,6 +35,7 @@ loader = DataLoader(TensorDataset(data), batch_size=args.batch, shuffle=args.shu
 run = tt.join()  # tt
 model, optimizer, loader = run.prepare(model, optimizer, loader)  # tt
 
+loss = torch.zeros(())
 for _ in run.epochs(3):  # tt: for _ in range(3):
     for (x,) in loader:
         output, mean, log_variance = model(x)
