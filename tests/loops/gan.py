@@ -25,6 +25,7 @@ run = tt.join()  # tt
 generator, g_optimizer = run.prepare(generator, g_optimizer)  # tt
 discriminator, d_optimizer, loader = run.prepare(discriminator, d_optimizer, loader)  # tt
 
+fake = torch.zeros(1, 2)
 for _ in range(2):
     for (real,) in loader:
         fake = generator(torch.randn(len(real), 4))

@@ -51,6 +51,7 @@ run = tt.join()  # tt
 model, optimizer, loader = run.prepare(model, optimizer, loader)  # tt
 warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
 
+loss = torch.zeros(())
 for _ in range(2):
     for codes, following in loader:
         loss = F.cross_entropy(model(codes).flatten(0, 1), following.flatten())
