@@ -85,9 +85,9 @@ class Family:
 
 
 class Run(Family):
-    def __init__(self, out: Path, *args: str) -> None:
+    def __init__(self, out: Path, *args: str, command: str = "train") -> None:
         self.out = out
-        super().__init__(out.with_suffix(".log"), "torrential", "train", *args)
+        super().__init__(out.with_suffix(".log"), "torrential", command, *args)
 
     def records(self) -> list[Any]:
         path = self.out / "records.jsonl"

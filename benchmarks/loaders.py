@@ -76,6 +76,8 @@ def main() -> None:
     print(f"{'strategy':12}{'workers':>8}{'loaders':>8}{'samples/s':>11}{'of what they can give':>23}")
     for strategy in given.strategies.split(","):
         for workers in map(int, given.workers.split(",")):
+            if strategy == "backup" and workers == 1:
+                continue  # somebody must be waited for
             for loaders in map(int, given.loaders.split(",")):
                 found = rate(strategy, workers, loaders, given.samples)
                 share = found * READ_SECONDS / max(1, loaders)
