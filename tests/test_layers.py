@@ -43,7 +43,8 @@ def violations(package: Path) -> list[str]:
     """Every broken rule, one sentence each:
 
     - a module imports from lower layers, and from its neighbours in its own as long as there is no cycle;
-    - files of strategies/ never import one another, except that all may import the package itself and base.py;
+    - files of strategies/ never import one another, except that all may import the package itself and what they
+      share: base, context, roles, portioned;
     - nothing but __main__ imports cli;
     - nothing imports names from the package's __init__.py, which is there for users.
     """
@@ -78,7 +79,7 @@ def judge(source: tuple[str, ...], target: tuple[str, ...]) -> str | None:
     if RANK[other] > RANK[top]:
         return f"{top} (layer {RANK[top]}) imports {other} (layer {RANK[other]}), which is above it"
     siblings = top == other == "strategies" and source[1:] != ("__init__",)
-    if siblings and target[1:2] not in ((), ("base",), ("context",), ("roles",), source[1:2]):
+    if siblings and target[1:2] not in ((), ("base",), ("context",), ("roles",), ("portioned",), source[1:2]):
         return f"strategy {source[1]!r} imports strategy {target[1]!r}; share through strategies/base.py"
     return None
 

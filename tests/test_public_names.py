@@ -28,6 +28,7 @@ NAMES = [
     "Role",
     "Roles",
     "RunHandle",
+    "Sandblaster",
     "Servers",
     "Shard",
     "Ssp",

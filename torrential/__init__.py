@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torrential.strategies.ddp import Ddp
     from torrential.strategies.downpour import Downpour
     from torrential.strategies.roles import Role, Roles, Servers
+    from torrential.strategies.sandblaster import Sandblaster
     from torrential.strategies.ssp import Ssp
     from torrential.study.compare import compare
     from torrential.study.comparison import Comparison
@@ -60,6 +61,7 @@ __all__ = [
     "Role",
     "Roles",
     "RunHandle",
+    "Sandblaster",
     "Servers",
     "Shard",
     "Ssp",
@@ -102,6 +104,7 @@ _HOME = {
     "Role": "torrential.strategies.roles",
     "Roles": "torrential.strategies.roles",
     "RunHandle": "torrential.listeners.base",
+    "Sandblaster": "torrential.strategies.sandblaster",
     "Servers": "torrential.strategies.roles",
     "Shard": "torrential.server.shard",
     "Ssp": "torrential.strategies.ssp",

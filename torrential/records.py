@@ -113,7 +113,19 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     out: str
 
 
-Record = Step | Evaluation | Event | Summary
+class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="work"):
+    """What became of the portions of one batch, where a coordinator deals them to workers."""
+
+    time: Seconds
+    step: Count
+    seconds: Seconds  # that the batch took
+    portions: Count
+    copies: Count  # portions that were given to a second worker, or a third
+    wasted: Count  # results thrown away: another was there first, or the worker died
+    idle: dict[Rank, Seconds]  # that each worker had nothing to do
+
+
+Record = Step | Evaluation | Event | Work | Summary
 
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record, strict=False)  # not strict: "nan" is a float
 

@@ -103,6 +103,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         check_loop(asked, strategy)
         model, sample = build_model(task), None
         device = asked.loop.blueprint.device
+    strategy.refuse(task, model)
     task = _with_optimizer(task, asked, strategy, model)
     servers = _servers(asked, strategy, settings, model)
     if isinstance(settings, LocalSettings):
@@ -110,7 +111,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         settings, idle = _check_loaders(settings, task)
         cluster = None
     else:
-        cluster, idle = _check_simulation(asked, settings, servers, device), []
+        cluster, idle = _check_simulation(asked, settings, servers, device, strategy), []
     Slow.parse(settings.slow, asked.workers)
     config = RunConfig(
         task=task.name,
@@ -223,6 +224,11 @@ def check_loop(asked: RunRequest, strategy: Strategy) -> None:
         raise BadInput(f"{given[0]} is for tasks, whose loop the run has; do it in the script, and leave it out")
     if issubclass(kind, Ddp):
         raise BadInput(f"{name} wraps the model, which a script's own loop has in its hands; use --strategy allreduce")
+    if any(role.name == "coordinator" for role in strategy.roles(asked.workers, 1)):
+        raise BadInput(
+            f"{name} has a coordinator that says who computes what, and a script's loop has its own order; "
+            "make a task of it, or use another strategy"
+        )
     if kind.part is not Strategy.part:
         raise BadInput(f"{name} cuts the model, which a script's own loop has in its hands; use another strategy")
 
@@ -331,7 +337,9 @@ def _check_native(settings: LocalSettings, device: str, workers: int) -> LocalSe
     return msgspec.structs.replace(settings, algorithm="native")
 
 
-def _check_simulation(asked: RunRequest, settings: SimSettings, servers: int, device: str) -> dict[str, Any]:
+def _check_simulation(
+    asked: RunRequest, settings: SimSettings, servers: int, device: str, strategy: Strategy
+) -> dict[str, Any]:
     """The cluster that is simulated, as plain data; refuses what cannot be."""
     if settings.gradients == "off" and asked.target is not None:
         raise BadInput(
@@ -348,7 +356,9 @@ def _check_simulation(asked: RunRequest, settings: SimSettings, servers: int, de
         best = f"use {cores - 1}, which leaves one for the simulation" if cores > 1 else "leave processes out"
         raise BadInput(f"more processes than cores (processes: {settings.processes}, cores: {cores}); {best}")
     table = cluster_table(asked.cluster)
-    make_cluster(table).check(asked.workers, servers)
+    roles = strategy.roles(asked.workers, max(1, servers))
+    coordinators = sum(role.count for role in roles if role.name == "coordinator")
+    make_cluster(table).check(asked.workers, servers, coordinators)
     return table
 
 
@@ -449,7 +459,7 @@ def _servers_optimizer(config: RunConfig, strategy: Strategy, adapted: Optimizer
     """A warning where the servers have an optimizer of their own in the place of the task's."""
     name, layerwise = type(strategy).name, config.recipe.layerwise
     kind = strategy.optimizer(adapted).kind
-    if kind is adapted.kind:
+    if kind is adapted.kind or not type(strategy).uses_rate:
         return []
     if layerwise != "none":
         raise BadInput(

@@ -135,10 +135,9 @@ class Deal:
 
     def advance(self, taken: int) -> None:
         """Moves past a step that took `taken` samples (its share's total); past the last sample a new epoch begins."""
-        assert 0 < taken <= self.samples - self.cursor, (taken, self.cursor, self.samples)
-        self.cursor += taken
-        if self.cursor == self.samples:
-            self.epoch, self.cursor = self.epoch + 1, 0
+        assert taken >= 0, taken
+        epochs, self.cursor = divmod(self.cursor + taken, self.samples)
+        self.epoch += epochs
 
 
 def part(take: int, member: int, members: int, batch_size: int) -> tuple[int, int]:

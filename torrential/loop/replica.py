@@ -77,6 +77,7 @@ class LoopReplica(ModelReplica):
         batches: Sequence[Batch],
         ready: Callable[[Bucket], None] | None = None,
         after: Handle | None = None,
+        finite: bool = True,
     ) -> float:
         batches = [batch for batch in batches if len(batch)]
         if not batches:

@@ -10,6 +10,7 @@ their own handles. Tensors are passed by reference: they are the server's until 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -85,6 +86,7 @@ class Client:
         self._seq = comm.view.version << LIFE_BITS  # its next life will have seen a newer view
         self._unanswered: dict[int, PendingRequest] = {}  # by number, in ascending order
         self._versions: dict[int, int] = {}  # versions of the parameters last read, by the start of the range
+        self._others: deque[Letter] = deque()  # letters that are not for the client
         self._marked = self._saved = 0  # the newest checkpoint that this worker has marked, and asked for
         self._waited: PendingRequest | None = None  # what the caller waits for, and so cannot be computing on
         self._land()
@@ -166,15 +168,16 @@ class Client:
             GiveBack, {"lease": lease}, [RangeRequest(self._cutter.view.version, self._cutter.view.table[0])], JOINING
         )
 
-    def save(self, into: Sequence[Tensor]) -> PendingRequest:
+    def save(self, into: Sequence[Tensor], *, at_once: bool = False) -> PendingRequest:
         """A checkpoint: all parameters, and each of the optimizer's states, as they are at one moment of training, into
         vectors of full length; Answer.metadata has the rest. One worker at a time does this, and no other needs to
         know: what it has sent by the time it hears of it belongs to the checkpoint (server/copies.py). A worker that
-        has left asks for the last one; it does not know of those that others have asked for since."""
+        has left asks for the last one; it does not know of those that others have asked for since. `at_once`: as they
+        are now, which is the same moment everywhere only if nobody changes them meanwhile."""
         left = self.comm.address not in self.comm.view.workers
         self._saved = max(self._saved, self._marked, LAST if left else 0) + 1
         parts = self._cutter.cut([(0, self.numel)] * len(into), (), into)
-        return self._send(Save, {"number": self._saved}, parts, JOINING)
+        return self._send(Save, {"number": self._saved, "at_once": at_once}, parts, JOINING)
 
     def complain(self, pending: PendingRequest, waited: float) -> None:
         """Ask the servers whom a request waits for; for callers that poll instead of waiting."""
@@ -195,6 +198,17 @@ class Client:
         """Run a handler that the servers know by this name on every range (with `values`: on those they touch)."""
         parts = self._cutter.everywhere() if values is None else self._cutter.split(values)
         return self._send(Call, {"name": name, "options": dict(options or {})}, parts, clock)
+
+    def receive(self, timeout: float | None = None) -> Letter | None:
+        """The next letter that is not an answer of a server; None after `timeout` seconds. A new view is one, too."""
+        while not self._others:
+            letter = self.comm.receive(timeout)
+            if letter is None:
+                return None
+            self._handle(letter)
+            if isinstance(letter.message, View):
+                return letter
+        return self._others.popleft()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for everything that is unanswered."""
@@ -279,7 +293,7 @@ class Client:
         pause = limit if self._resend is None else min(limit, self._resend)
 
         def handle(letter: Letter) -> bool:
-            self._handle(letter.message, letter.tensors)
+            self._handle(letter)
             return not pending.parts
 
         while not comm.read(handle, pause):
@@ -318,9 +332,10 @@ class Client:
 
     def _poll(self) -> None:
         while (letter := self.comm.receive(0.0)) is not None:
-            self._handle(letter.message, letter.tensors)
+            self._handle(letter)
 
-    def _handle(self, message: Any, tensors: Sequence[Tensor]) -> None:
+    def _handle(self, letter: Letter) -> None:
+        message, tensors = letter.message, letter.tensors
         if isinstance(message, View):
             if message.version > self._cutter.view.version:
                 self._adopt(message)
@@ -329,6 +344,9 @@ class Client:
             if message.number > self._marked:
                 self._marked = message.number
                 self._send(Mark, {"number": message.number, "cut": message.cut}, self._cutter.everywhere(), JOINING)
+            return
+        if not isinstance(message, Done | Refused | Moved):
+            self._others.append(Letter(letter.source, message, [tensor.clone() for tensor in tensors]))
             return
         pending = self._unanswered.get(message.seq)
         part = None if pending is None else pending.parts.get(message.start)

@@ -103,7 +103,9 @@ class Copies:
         """`workers` of the view; those that are counted have spoken. Nobody has samples for clock `dealt` yet."""
         request, shard = ask.request, self._link.shard
         assert isinstance(request, Save)
-        if shard.start == 0 and request.number > shard.marked and counted:
+        if request.at_once:
+            self._begin(request.number, -1, ())
+        elif shard.start == 0 and request.number > shard.marked and counted:
             if request.number > self._announced:
                 self._announced, self._cut = request.number, max(dealt, shard.closed)
             for worker in workers:

@@ -86,9 +86,11 @@ class GiveBack(Request, frozen=True, kw_only=True):
 
 class Save(Request, frozen=True, kw_only=True):
     """The copy that belongs to checkpoint `number`, as soon as it is complete (server/copies.py); spans: one for the
-    parameters and one for each of the optimizer's states. The answer has no `metadata` where the copy is lost."""
+    parameters and one for each of the optimizer's states. The answer has no `metadata` where the copy is lost. With
+    `at_once` it is the range as it is now: whoever asks knows that nobody changes it meanwhile."""
 
     number: int
+    at_once: bool = False
 
 
 class Mark(Request, frozen=True, kw_only=True):

@@ -97,6 +97,7 @@ class ShardMetadata(msgspec.Struct):
     scalars: Scalars
     dealer: Dealer | None
     lives: dict[int, int] = {}
+    notes: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ class Shard:
             for worker, answers in metadata.answers.items()
         }
         self.dealer = metadata.dealer
+        self.notes = metadata.notes  # what handlers remember besides vectors: plain data, replicated with the range
         self.parameters = store.parameters[start:stop]
         self.states = {name: vector[start:stop] for name, vector in store.states.items()}
         self.optimizer = optimizer_of(store, start, stop, metadata.scalars)
@@ -202,6 +204,7 @@ class Shard:
             self.optimizer.scalars(),
             self.dealer,
             self.lives,
+            self.notes,
         )
 
     # -- operations --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from torrential.strategies.base import Strategy
 from torrential.strategies.bsp import Bsp
 from torrential.strategies.ddp import Ddp
 from torrential.strategies.downpour import Downpour
+from torrential.strategies.sandblaster import Sandblaster
 from torrential.strategies.ssp import Ssp
 
-STRATEGIES: dict[str, type[Strategy]] = {s.name: s for s in (AllReduce, Bsp, Ssp, Backup, Downpour, Ddp)}
+STRATEGIES: dict[str, type[Strategy]] = {s.name: s for s in (AllReduce, Bsp, Ssp, Backup, Downpour, Sandblaster, Ddp)}

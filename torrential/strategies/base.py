@@ -20,6 +20,7 @@ from torrential.optimizers import OptimizerSpec
 from torrential.server.client import Answer
 from torrential.strategies.context import Context
 from torrential.strategies.roles import Role, Roles, Servers
+from torrential.task import Task
 
 MANY = 1 << 16  # workers: more than an option of a strategy refuses as too few
 
@@ -36,6 +37,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     """The strategy in one line; by default the first of its docstring."""
     worlds: ClassVar[tuple[str, ...]] = ("local", "sim")
     """The worlds that the strategy runs in."""
+    uses_rate: ClassVar[bool] = True
+    """Whether the optimizer and its learning rate have an effect."""
     bucket_bytes: ClassVar[int] = 1 << 22
     letters: ClassVar[tuple[type[msgspec.Struct], ...]] = ()
     """The kinds of letters that its roles send to one another, besides what servers understand."""
@@ -68,6 +71,9 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         """The optimizer that the strategy uses, given the task's. Its rate is the run's, unless --lr gives another."""
         return spec
+
+    def refuse(self, task: Task, model: nn.Module) -> None:
+        """Raise BadInput, before anything is started, for a task that the strategy cannot train; none by default."""
 
     def part(self, model: nn.Module, rank: int, workers: int) -> nn.Module:
         """The part of the model that a worker has; by default all of it. Its parameters are those of `model`."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torrential.comm.protocol import Comm, Handle
 from torrential.config import RunConfig
 from torrential.data.deal import Batch, Share
+from torrential.data.portions import Tally
 from torrential.params.layout import Bucket, Layout
 from torrential.params.local import LocalParameters
 from torrential.params.synchronized import Synchronized
@@ -74,10 +75,18 @@ class Replica(Protocol):
         batches: Sequence[Batch],
         ready: Callable[[Bucket], None] | None = None,
         after: Handle | None = None,
+        finite: bool = True,
     ) -> float:
         """Forward and backward over some batches, whose gradients are added up by their weights; returns the mean loss
         of their samples. `ready` is called with each bucket as its gradients are complete, in the same order on every
-        member. The flat gradient is written once `after`, something that still reads it, is done."""
+        member. The flat gradient is written once `after`, something that still reads it, is done. A loss that is no
+        number ends the run, unless `finite` is False."""
+
+    def keep_batches(self) -> None:
+        """Keep what is read from now on, where the same batches are asked for again and again."""
+
+    def weight_decay(self) -> list[tuple[int, int, float]]:
+        """The optimizer's weight decay, as (start, stop, weight) of the flat vector."""
 
     def reached(self) -> list[int] | None:
         """The entries of the layout that the last backward reached; None: all."""
@@ -135,6 +144,19 @@ class Progress(Protocol):
 
     def conclude(self, samples: int, loss: float) -> None:
         """Count and record a step that was taken outside of rounds; evaluate and save when that is due."""
+
+    def go_on(self, step: int, samples: int, *, over: bool = False) -> None:
+        """Go on from there: a coordinator that takes another's place knows better than a checkpoint. `over`: there is
+        nothing left but to save what is there."""
+
+    def end_early(self, why: str) -> None:
+        """Finish with the step at hand, for a reason that goes on record."""
+
+    def took_part(self, step: int, samples: int, loss: float) -> None:
+        """Record what this role has done for a step that a coordinator takes, a few times a second."""
+
+    def worked(self, tally: Tally, seconds: float) -> None:
+        """Put on record what became of a batch's portions."""
 
 
 class State(Protocol):

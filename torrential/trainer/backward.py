@@ -43,10 +43,24 @@ class Gradients:
     ) -> None:
         """`loaders`: processes that read batches in the place of this one."""
         self.task, self.model, self._device, self._seed, self._loaders = task, model, device, seed, loaders
+        self._kept: dict[tuple[int, int, int], Any] | None = None  # batches by place, where they are kept
         self._batches = training_batches(task, CPU if device.type == "meta" else device, seed)
+
+    def keep_batches(self) -> None:
+        """Keep batches that are read one by one, each as long as this worker is asked for it."""
+        self._kept = {} if self._batches.draws else None
 
     def fetch(self, position: tuple[int, int], indices: Tensor) -> Any:
         """The batch at a position, on the device. What is random in it depends on the seed and the position alone."""
+        if self._kept is None:
+            return self._read(position, indices)
+        place = (*position, len(indices))
+        if place not in self._kept:
+            self._kept = {other: batch for other, batch in self._kept.items() if other[0] == position[0]}
+            self._kept[place] = self._read(position, indices)
+        return self._kept[place]
+
+    def _read(self, position: tuple[int, int], indices: Tensor) -> Any:
         if self._loaders is not None:
             epoch, first = position
             return to_device(self._loaders.take((epoch, first, first + len(indices))), self._batches.device)

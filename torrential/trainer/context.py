@@ -68,6 +68,7 @@ class RoleContext:
         if alone:
             self._go_on_alone()
         roles = strategy.roles(config.workers, config.servers)
+        self._coordinated = any(role.name == "coordinator" for role in roles)  # which then gives the snapshots
         self._redone = any(role.name == "worker" and role.death == "regroup" for role in roles)
         self._rounds: Rounds | None = None
 
@@ -136,9 +137,11 @@ class RoleContext:
         if not self._dry:
             spec = replica.server_spec()
             states = [*state_names(replica.layout, spec), *self.servers.vectors]
-            self.progress.saving = Saving(
-                self.comm, client, self.outlet, replica, states, lambda: self.state.tensors("everybody")
-            )
+            saving = Saving(self.comm, client, self.outlet, replica, states, lambda: self.state.tensors("everybody"))
+            if self.comm.address >= COORDINATORS:
+                self.snapshots.saving = saving
+            elif not self._coordinated:
+                self.progress.saving = saving
         return client
 
     # -- with the other members ---------------------------------------------------------------------------------
@@ -159,7 +162,7 @@ class RoleContext:
 
     def leave(self) -> None:
         saving = self.progress.saving
-        if saving is None and self.servers is None:
+        if saving is None and (self.servers is None or self._coordinated):
             return self.comm.leave()
         if saving is not None:
             saving.give_up()  # the last one follows

@@ -11,9 +11,10 @@ from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import SERVERS, Comm
 from torrential.config import RunConfig
 from torrential.data.deal import Batch
+from torrential.data.portions import Tally
 from torrential.errors import NonFiniteLoss
 from torrential.optim.schedule import Schedule
-from torrential.records import Event
+from torrential.records import Event, Work
 from torrential.server.client import Answer
 from torrential.trainer.data import TrainingData
 from torrential.trainer.recorder import Recorder
@@ -41,7 +42,8 @@ class TrainingProgress:
         if checkpoint is not None:
             self.step, self.samples, self.epoch = checkpoint.step, checkpoint.samples, checkpoint.epoch
         data.enough = lambda: config.steps is not None and self.step >= config.steps
-        self.stopped = False
+        self.stopped = self._over = False
+        self._ends_epoch = checkpoint is not None
         self.loss, self.time = math.nan, 0.0
         self.figures: dict[str, float] = {}  # of this role's last backward, besides the loss
         self._last_rate = config.lr
@@ -84,13 +86,14 @@ class TrainingProgress:
     def finished(self) -> bool:
         limit = self._config.steps
         over = self._data.deal.epoch >= self._config.epochs or self._data.used_up
-        return self.stopped or over or (limit is not None and self.step >= limit)
+        return self.stopped or self._over or over or (limit is not None and self.step >= limit)
 
     def stepped(self, samples: int, loss: float) -> None:
         """A joined batch is done with."""
         self.step += 1
         self.samples += samples
         self._data.deal.advance(samples)
+        self._ends_epoch = self._data.deal.epoch > self.epoch
         self.epoch = self._data.deal.epoch
         self.loss, self.time = loss, self._comm.now()
         if self.recorder.due(self.time) or self.finished():
@@ -103,11 +106,43 @@ class TrainingProgress:
         self.stepped(samples, loss)
         self.give_snapshot()
 
+    def go_on(self, step: int, samples: int, *, over: bool = False) -> None:
+        self.step, self.samples = step, samples
+        self._data.place(*divmod(samples, self._config.samples))
+        self.epoch = self._data.deal.epoch
+        if over:
+            self._over, self.time = True, self._comm.now()
+            self.give_snapshot()
+
+    def end_early(self, why: str) -> None:
+        self._over = True
+        if why:
+            self.note("ended", why)
+
+    def took_part(self, step: int, samples: int, loss: float) -> None:
+        self.step, self.samples, self.loss = step, samples, loss
+        self.epoch = samples // self._config.samples
+        if self.recorder.due(self._comm.now()):
+            self._record()
+
+    def worked(self, tally: Tally, seconds: float) -> None:
+        self._outlet.record(
+            Work(
+                time=self._comm.now(),
+                step=self.step,
+                seconds=seconds,
+                portions=tally.portions,
+                copies=tally.copies,
+                wasted=tally.wasted,
+                idle=tally.idle,
+            )
+        )
+
     def snapshot_due(self) -> bool:
         every = self._config.settings.evaluate_every
         if self.finished():
             return True
-        return self._data.deal.cursor == 0 if every is None else self.step % every == 0
+        return self._ends_epoch if every is None else self.step % every == 0
 
     def _record(self) -> None:
         place = {"step": self.step, "epoch": self.epoch, "samples": self.samples}

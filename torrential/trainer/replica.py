@@ -178,6 +178,7 @@ class ModelReplica:
         batches: Sequence[Batch],
         ready: Callable[[Bucket], None] | None = None,
         after: Handle | None = None,
+        finite: bool = True,
     ) -> float:
         batches = [batch for batch in batches if len(batch)]
         if not batches and ready is None:
@@ -195,7 +196,7 @@ class ModelReplica:
             means.add(portion, len(batch))
         self._progress.figures = dict(means)
         loss = self._progress.figures.pop("loss", 0.0)
-        if ready is None and not math.isfinite(loss):
+        if ready is None and finite and not math.isfinite(loss):
             self._progress.refuse(loss, batches[0])
         if after is not None:
             after.wait()
@@ -244,6 +245,17 @@ class ModelReplica:
             return None
         found = [e.index for e, p in zip(self.layout.entries, self._parameters, strict=True) if p.grad is not None]
         return None if len(found) == len(self._parameters) else found
+
+    def keep_batches(self) -> None:
+        self._of_task.keep_batches()
+
+    def weight_decay(self) -> list[tuple[int, int, float]]:
+        own = {name: group.options for group in self._spec.groups for name in group.names}
+        given = self._spec.options
+        return [
+            (e.start, e.stop, float(own.get(e.name, {}).get("weight_decay", given.get("weight_decay", 0.0))))
+            for e in self.layout.entries
+        ]
 
     def fetch(self, batch: Batch) -> Any:
         return self._of_task.fetch((batch.epoch, batch.first), batch.indices)

@@ -51,14 +51,13 @@ class Saving:
     def busy(self) -> bool:
         return self._pending is not None
 
-    def begin(self) -> None:
-        assert self._pending is None
+    def begin(self, at_once: bool = False) -> None:
         self._vectors = [torch.empty(self._client.numel, dtype=self._client.dtype) for _ in ("", *self._states)]
         replica = self._replica
         self._untrained = {name: t.clone() for name, t in (replica.frozen() | replica.buffers()).items()}
         self._everybodys = {f"state/{name}": tensor.clone() for name, tensor in self._named_states().items()}
         self._asked = self._complained = self._comm.now()
-        self._pending = self._client.save(self._vectors)
+        self._pending = self._client.save(self._vectors, at_once=at_once)
 
     def poll(self) -> None:
         """Hand the copies over if they are here; ask again if one is lost; complain if they do not come."""
@@ -70,6 +69,16 @@ class Saving:
         elif self._comm.now() - self._complained >= self._client.timeout:
             self._complained = self._comm.now()
             self._client.complain(self._pending, self._complained - self._asked)
+
+    def at_once(self, snapshot: Snapshot) -> None:
+        """Save what the servers have, of which this role knows that nobody changes it meanwhile."""
+        whole = None
+        while whole is None:  # a server may die
+            self.begin(at_once=True)
+            assert self._pending is not None
+            whole = join_copies(self._pending.wait().metadata, self._client.numel)
+        self._pending = None
+        self._give(snapshot, {})
 
     def give_up(self) -> None:
         if self._pending is not None:
@@ -87,16 +96,18 @@ class Saving:
         self._pending = None
         if whole is None:
             return False
+        self._give(self._snapshot(whole, final), self._numbers(whole))
+        return True
+
+    def _give(self, snapshot: Snapshot, numbers: Mapping[str, Tensor]) -> None:
         names = [dtype_name(self._client.dtype), *(f"{dtype_name(self._client.dtype)}/{s}" for s in self._states)]
         flat = dict(zip(names, self._vectors, strict=True))
-        snapshot = self._snapshot(whole, final)
         own = {f"buffers/{name}": self._untrained[name] for name in self._replica.buffers()}
         if own:
             self._outlet.own_states(snapshot.step, own)
         rest = {f"rest/{name}": tensor for name, tensor in self._untrained.items()}
-        self._outlet.snapshot(snapshot, flat, self._numbers(whole) | rest | self._everybodys)
+        self._outlet.snapshot(snapshot, flat, dict(numbers) | rest | self._everybodys)
         self._vectors, self._untrained, self._everybodys = [], {}, {}
-        return True
 
     def _snapshot(self, whole: Saved, final: bool) -> Snapshot:
         dealer = whole.dealer

@@ -8,6 +8,7 @@ from torrential.comm.protocol import Comm
 from torrential.trainer.data import TrainingData
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.replica import ModelReplica
+from torrential.trainer.saving import Saving
 from torrential.trainer.snapshot import Outlet, Snapshot
 from torrential.trainer.state import NamedStates
 
@@ -27,6 +28,7 @@ class Snapshots:
     ) -> None:
         self._comm, self._outlet, self._data, self._replica = comm, outlet, data, replica
         self._state, self._progress, self._dry = state, progress, dry
+        self.saving: Saving | None = None  # where servers keep the parameters
         self._given = 0  # the last step whose snapshot this role has given
 
     def resumed(self) -> None:
@@ -48,21 +50,27 @@ class Snapshots:
             self._give([self._comm.rank] if alone else list(self._comm.members))
 
     def _give(self, members: list[int]) -> None:
-        progress, replica = self._progress, self._replica()
+        replica = self._replica()
+        if self.saving is not None:
+            return self.saving.at_once(self._snapshot(members, {}))
         parameters = replica.parameters
         assert parameters is not None, "say where parameters live before a step is concluded"
-        snapshot = Snapshot(
+        snapshot = self._snapshot(members, {e.name: parameters.counts[e.index] for e in parameters.layout.entries})
+        extras = {f"extra/{n}": t for n, t in parameters.extras().items()}
+        rest = {f"rest/{n}": t for n, t in (replica.frozen() | replica.buffers()).items()}
+        states = {f"state/{n}": t for n, t in self._state.tensors("everybody").items()}
+        self._outlet.snapshot(snapshot, parameters.flat(), extras | rest | states)
+
+    def _snapshot(self, members: list[int], counts: dict[str, int]) -> Snapshot:
+        progress = self._progress
+        return Snapshot(
             step=progress.step,
             epoch=self._data.deal.epoch,
             cursor=self._data.deal.cursor,
             samples=progress.samples,
             time=progress.time,
             members=members,
-            counts={e.name: parameters.counts[e.index] for e in parameters.layout.entries},
+            counts=counts,
             final=progress.finished(),
             parts=self._state.some_are_own,
         )
-        extras = {f"extra/{n}": t for n, t in parameters.extras().items()}
-        rest = {f"rest/{n}": t for n, t in (replica.frozen() | replica.buffers()).items()}
-        states = {f"state/{n}": t for n, t in self._state.tensors("everybody").items()}
-        self._outlet.snapshot(snapshot, parameters.flat(), extras | rest | states)

@@ -27,7 +27,7 @@ from torrential.membership.messages import Standing as Standing
 from torrential.membership.messages import Stop as Stop
 from torrential.membership.messages import Stopped as Stopped
 from torrential.membership.messages import Suspect as Suspect
-from torrential.records import Evaluation, Event, Step
+from torrential.records import Evaluation, Event, Step, Work
 from torrential.worlds.failure import Failure
 from torrential.worlds.observing import SnapshotTaken as SnapshotTaken
 
@@ -47,7 +47,7 @@ class BufferWanted(MemberMessage, frozen=True):
 
 
 class Recorded(MemberMessage, frozen=True):
-    record: Step | Evaluation | Event
+    record: Step | Evaluation | Event | Work
 
 
 class Failed(MemberMessage, frozen=True):

@@ -13,7 +13,7 @@
     factor = 4.0
     [[faults]]
     kind = "crash"
-    worker = 2                              a worker, a server or a host, with all roles on it
+    worker = 2                              a worker, a server, a coordinator or a host, with all roles on it
     at = 12.5                               or a share of the run: "50 %"
 
 Everything has a default; numbers are in seconds, bytes and bytes per second.
@@ -41,7 +41,7 @@ Positive = Annotated[float, Meta(gt=0, le=1e15)]
 Number = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
-CRASHES = ("worker", "server", "host")  # what of a cluster can crash
+CRASHES = ("worker", "server", "coordinator", "host")  # what of a cluster can crash
 
 
 class Compute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,6 +118,8 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The worker that crashes."""
     server: Number | None = None
     """The server that crashes."""
+    coordinator: Number | None = None
+    """The coordinator that crashes; it is started again as soon as that is known."""
     host: Number | None = None
     """The host that crashes: all workers and servers on it die at once, and no role starts there until it is over."""
     hosts: tuple[Number, ...] = ()
@@ -132,7 +134,7 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.kind == "crash":
             if len(given) != 1:
                 wrong = f" (given: {' and '.join(given)})" if given else ""
-                raise BadInput(f"a crash is of one worker, server or host{wrong}; give one of worker, server and host")
+                raise BadInput(f"a crash is of one worker, server, coordinator or host{wrong}; give one of them")
             if self.hosts:
                 raise BadInput(f"a crash is of one host (given: hosts = {list(self.hosts)}); give host = N")
         else:
@@ -191,7 +193,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     detection: Seconds = 0.5
     """Seconds until a death is noticed."""
 
-    def check(self, workers: int, servers: int) -> None:
+    def check(self, workers: int, servers: int, coordinators: int = 0) -> None:
         """Whether these roles fit here."""
         needed = self._worker_hosts(workers) + (servers if self.servers_apart else 0)
         if self.hosts is not None and needed > self.hosts:
@@ -202,11 +204,14 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for what, numbers, most in (
             ("worker", [s.worker for s in self.stragglers] + [f.worker for f in self.faults], workers),
             ("server", [f.server for f in self.faults], servers),
+            ("coordinator", [f.coordinator for f in self.faults], coordinators),
             ("host", [h for f in self.faults for h in (*f.hosts, f.host)], self.hosts_of(workers, servers)),
         ):
             for number in numbers:
                 if number is not None and number >= most:
                     remedy = f"use --{what}s {number + 1} or more"
+                    if what == "coordinator":
+                        remedy = "use a strategy with a coordinator" if not most else "give a smaller number"
                     if what == "host":
                         enough = number * self.workers_per_host + 1
                         remedy = f"use --workers {enough} or more, or fewer workers_per_host ({self.workers_per_host})"

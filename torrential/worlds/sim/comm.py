@@ -11,7 +11,7 @@ from torch import Tensor
 from torrential.comm.channel import Key
 from torrential.comm.outbox import Outgoing
 from torrential.comm.points import PointToPoint
-from torrential.comm.protocol import COORDINATORS, Agreement, Handle, Part, role_name
+from torrential.comm.protocol import COORDINATORS, Agreement, Handle, Part, role_name, role_of
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.schedules.base import Costs
@@ -290,7 +290,10 @@ class SimComm(SimMail):
         self.tell(m.Relieved())
 
     def suspect(self, address: int, seconds: float) -> None:
-        """Nobody hangs here, and who is dead is known: the two are cut off, or all wait for one another."""
+        """Nobody hangs here, and who is dead is known: the two are cut off, or all wait for one another. A worker may
+        be computing."""
+        if role_of(address)[0] == "worker":
+            return
         raise WaitedTooLong(role_name(address), seconds, "its answer")
 
     def leave(self, last: Callable[[], None] | None = None) -> None:

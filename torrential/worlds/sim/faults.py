@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from torrential.comm.protocol import SERVERS
+from torrential.comm.protocol import COORDINATORS, SERVERS
 from torrential.config import RunConfig
 from torrential.worlds.sim.cluster import Cluster, Fault
 from torrential.worlds.sim.kernel import Kernel
@@ -94,6 +94,7 @@ class Faults:
         elif fault.host is not None:
             self._world.crash_host(fault.host, fault.lasts)
         else:
-            address = SERVERS + fault.server if fault.server is not None else fault.worker
+            named = {0: fault.worker, SERVERS: fault.server, COORDINATORS: fault.coordinator}
+            address = next((first + number for first, number in named.items() if number is not None), None)
             assert address is not None
             self._world.crash([address], fault.lasts)

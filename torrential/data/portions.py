@@ -1,0 +1,188 @@
+"""A batch as many small portions: which worker gets which, which are copies, and which result counts.
+
+    waiting ──give──► out ──finished──► held ──safe──► safe
+       ▲               │                 │
+       └───── lost ────┴──────lost───────┘        its worker died
+
+A portion is much smaller than a worker's share of the batch, so that the quick do more of them than the slow. When none
+is waiting, idle workers get copies of those that are still out; whoever is finished first counts, and the others' work
+is thrown away. A result counts from `finished` on, and is in its worker's hands until `safe` says that it outlives that
+worker. Portions go to whoever had them last time, as long as they wait for nobody else: that one has the data.
+
+This is bookkeeping alone: it sends nothing, and knows the time only as it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Tally:
+    """What became of one batch's portions."""
+
+    portions: int = 0
+    copies: int = 0  # portions given to a second worker, or a third
+    wasted: int = 0  # results thrown away, because another worker's was there first, or its worker died
+    idle: dict[int, float] = field(default_factory=dict)  # seconds that each worker had nothing to do
+
+
+class Portions:
+    """The portions of one batch after another, and the workers that compute them."""
+
+    def __init__(self, count: int, copies: int = 1) -> None:
+        """`copies`: how many workers more than one may be at work on the same portion."""
+        assert count > 0, count
+        self.count, self._copies = count, copies
+        self._homes: dict[int, int] = {}  # who had a portion last
+        self._workers: dict[int, float | None] = {}  # since when each has been idle; None: it is at work
+        self.begin(0.0)
+
+    def begin(self, now: float, done: Collection[int] = ()) -> None:
+        """Begin a batch; `done` are portions whose results are safe already."""
+        self._waiting = [number for number in range(self.count) if number not in done]
+        self._out: dict[int, list[int]] = {}  # portions under way, and who computes them, the first one first
+        self._held: dict[int, int] = {}  # results that count, and who has them
+        self._safe = set(done)
+        self.tally = Tally(self.count)
+        for worker, idle in self._workers.items():
+            self._workers[worker] = now if idle is not None else None
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+    def join(self, worker: int, now: float) -> None:
+        """A worker is there, and has nothing to do."""
+        self._workers[worker] = now
+
+    def lose(self, worker: int) -> list[int]:
+        """A worker died: what it was computing waits again, if nobody else computes it, and so does what it held.
+        Returns what it held."""
+        self._workers.pop(worker, None)
+        for number, others in list(self._out.items()):
+            if worker in others:
+                others.remove(worker)
+                if not others:
+                    del self._out[number]
+                    self._wait(number)
+        held = [number for number, holder in self._held.items() if holder == worker]
+        for number in held:
+            del self._held[number]
+            self._wait(number)
+        self.tally.wasted += len(held)
+        return held
+
+    def _wait(self, number: int) -> None:
+        self._waiting.append(number)
+        self._waiting.sort()
+
+    def occupy(self, worker: int) -> None:
+        """A worker has something else to do."""
+        self._workers[worker] = None
+
+    @property
+    def at_work(self) -> list[int]:
+        return [worker for worker, since in self._workers.items() if since is None]
+
+    @property
+    def scarce(self) -> bool:
+        """Whether fewer portions wait than there are workers: what a worker holds back now, all may wait for."""
+        return len(self._waiting) < len(self._workers)
+
+    @property
+    def idle(self) -> list[int]:
+        """Workers that have nothing to do, the one first that has waited longest."""
+        return sorted(
+            (w for w, since in self._workers.items() if since is not None), key=lambda w: self._workers[w] or 0
+        )
+
+    # -- portions -----------------------------------------------------------------------------------------------------
+    def give(self, worker: int, now: float) -> int | None:
+        """The next portion for an idle worker, or None. It is at work from now on."""
+        number = self._next(worker)
+        if number is None:
+            number = self._copy(worker)
+            if number is None:
+                return None
+            self.tally.copies += 1
+        else:
+            self._waiting.remove(number)
+        self._out.setdefault(number, []).append(worker)
+        since = self._workers[worker]
+        assert since is not None, f"worker {worker} is at work"
+        self.tally.idle[worker] = self.tally.idle.get(worker, 0.0) + now - since
+        self._workers[worker] = None
+        return number
+
+    def _next(self, worker: int) -> int | None:
+        """One that waits: the worker's own, or nobody's, or one of whoever has the most left, from the far end."""
+        if not self._waiting:
+            return None
+        by_home: dict[int, list[int]] = {}
+        for number in self._waiting:
+            by_home.setdefault(self._home(number), []).append(number)
+        if worker in by_home:
+            return by_home[worker][0]
+        homeless = [number for home, numbers in by_home.items() if home not in self._workers for number in numbers]
+        return min(homeless) if homeless else max(by_home.values(), key=len)[-1]
+
+    def _home(self, number: int) -> int:
+        if number in self._homes:
+            return self._homes[number]
+        workers = sorted(self._workers)
+        return workers[number * len(workers) // self.count]  # neighbours at first
+
+    def _copy(self, worker: int) -> int | None:
+        """The portion that has been out for longest, unless enough are at work on it, or this one is."""
+        for number, others in self._out.items():
+            if worker not in others and len(others) <= self._copies:
+                return number
+        return None
+
+    def finished(self, worker: int, number: int, now: float) -> bool:
+        """A worker has computed a portion and is idle; whether its result counts."""
+        self._workers[worker] = now
+        first = worker in self._out.get(number, ())
+        if first:
+            del self._out[number]
+            self._held[number] = worker
+            self._homes[number] = worker
+        else:
+            self.tally.wasted += 1
+        return first
+
+    def held(self, worker: int) -> list[int]:
+        """What counts, and is in this worker's hands alone."""
+        return [number for number, holder in self._held.items() if holder == worker]
+
+    def hold(self, worker: int, numbers: Iterable[int]) -> None:
+        """Results that count are in this worker's hands, whoever had them."""
+        for number in numbers:
+            if number in self._waiting:
+                self._waiting.remove(number)
+            self._held[number] = worker
+
+    def waits(self, number: int) -> bool:
+        return number in self._waiting
+
+    def safe(self, numbers: Sequence[int]) -> None:
+        """These results outlive their workers."""
+        for number in numbers:
+            self._held.pop(number, None)
+            self._safe.add(number)
+
+    @property
+    def computed(self) -> bool:
+        """Whether there is a result of every portion, in somebody's hands or safe."""
+        return not self._waiting and not self._out
+
+    @property
+    def done(self) -> bool:
+        return len(self._safe) == self.count
+
+    def end(self, now: float) -> Tally:
+        """The batch is complete; what became of its portions."""
+        for worker, since in self._workers.items():
+            if since is not None:
+                self.tally.idle[worker] = self.tally.idle.get(worker, 0.0) + now - since
+                self._workers[worker] = now
+        return self.tally
