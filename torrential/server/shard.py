@@ -175,6 +175,8 @@ class Shard:
         metadata = msgspec.msgpack.decode(msgspec.msgpack.encode(self.metadata()), type=ShardMetadata)
         if start != self.start:
             metadata.dealer, metadata.staleness, metadata.dropped = None, {}, 0
+            for answers in metadata.answers.values():  # what a handler found in the whole range is said once
+                answers.update({seq: (outcome, []) for seq, (outcome, _) in answers.items()})
         piece = Shard(self.store, start, stop, self.handlers, metadata)
         piece.number = self.number
         return piece
