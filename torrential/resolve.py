@@ -433,7 +433,7 @@ def _check_steps(config: RunConfig, strategy: Strategy) -> None:
     if needs_servers(strategy) and any(refused.values()):
         wrong = " and ".join(name for name, is_given in refused.items() if is_given)
         raise BadInput(f"{name} does not know {wrong}; leave it out, or use --strategy allreduce")
-    if joined > config.samples:
+    if joined > config.samples and type(strategy).uses_rate:
         fits = config.samples * config.batch_size // joined
         several = [option for option in ("accumulate", "push_every") if option in strategy.__struct_fields__]
         smaller = f" and a smaller {several[0]}" if several and not fits else ""

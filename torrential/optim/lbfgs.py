@@ -81,8 +81,8 @@ def wolfe(value: float, slope: float, first: float) -> Search:
             return (yield from _zoom(start, found, before, tries))
         if tries >= MOST_STEPS:
             return found
-        low, high = step + 0.01 * (step - before.step), LONGEST * step
-        step, before = min(max(_minimum(before, found), low), high), found
+        expected, before = _minimum(before, found), found
+        step = min(expected, LONGEST * step) if expected > step else LONGEST * step
 
 
 def _zoom(start: LinePoint, low: LinePoint, high: LinePoint, tries: int) -> Search:

@@ -38,6 +38,7 @@ class Assignment(msgspec.Struct, frozen=True, tag=True):
     """To a worker: what to do next, and what became of what it did last."""
 
     era: int
+    life: int
     batch: int  # the number of the batch: every evaluation of the objective is one
     epoch: int  # the shuffle that it is cut from
     total: int  # samples of the batch
@@ -123,7 +124,7 @@ class PortionWorker:
                 case Report(era):
                     self._era = era
                     ctx.comm.post(letter.source, self._holding(era))
-                case Assignment() as order if order.era >= self._era:
+                case Assignment() as order if order.era >= self._era and order.life == self._life:
                     self._era = order.era
                     self._carry_out(order, letter.source)
 
@@ -417,6 +418,14 @@ class PortionedBatches:
         about["drop"] = worker in self._drops
         self._drops.discard(worker)
         order = Assignment(
-            self._era, self._batch, self._epoch, self._total, keep=keep, step=step, samples=samples, **about
+            self._era,
+            self._lives[worker],
+            self._batch,
+            self._epoch,
+            self._total,
+            keep=keep,
+            step=step,
+            samples=samples,
+            **about,
         )
         self._ctx.comm.post(worker, order)

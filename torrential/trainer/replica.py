@@ -252,10 +252,14 @@ class ModelReplica:
     def weight_decay(self) -> list[tuple[int, int, float]]:
         own = {name: group.options for group in self._spec.groups for name in group.names}
         given = self._spec.options
-        return [
-            (e.start, e.stop, float(own.get(e.name, {}).get("weight_decay", given.get("weight_decay", 0.0))))
-            for e in self.layout.entries
-        ]
+        found = list[tuple[int, int, float]]()
+        for entry in self.layout.entries:
+            weight = float(own.get(entry.name, {}).get("weight_decay", given.get("weight_decay", 0.0)))
+            if found and found[-1][2] == weight:
+                found[-1] = found[-1][0], entry.stop, weight
+            else:
+                found.append((entry.start, entry.stop, weight))
+        return found
 
     def fetch(self, batch: Batch) -> Any:
         return self._of_task.fetch((batch.epoch, batch.first), batch.indices)
