@@ -110,6 +110,17 @@ class OptimizerSpec:
         """All options that the class has, with their values for parameters of no group."""
         return dict(dataclasses.replace(self, groups=(), rules=()).build([_probe()]).defaults)
 
+    def settings(self) -> list[dict[str, Any]]:
+        """Every option with its value, once for each group of parameters, those that the class makes by itself
+        included."""
+        made = dataclasses.replace(self, groups=(), rules=()).build([_probe()]).param_groups
+        groups = self.groups or (ParameterGroup(frozenset()),)
+        return [{**each, **group.options} for group in groups for each in made]
+
+    def weight_decay(self) -> float:
+        """The largest weight decay of any group, as the class has it: added to gradients, or apart from them."""
+        return max(float(each.get("weight_decay", 0.0)) for each in self.settings())
+
     # -- groups ---------------------------------------------------------------------------------------------------
     def over(self, model: nn.Module) -> OptimizerSpec:
         """The same with groups of this model's trained parameters in the place of rules: of those that match a

@@ -448,16 +448,18 @@ def _check_moves(task: Task, strategy: Strategy, adapted: OptimizerSpec) -> None
 def _servers_optimizer(config: RunConfig, strategy: Strategy, adapted: OptimizerSpec, own_rate: float) -> list[str]:
     """A warning where the servers have an optimizer of their own in the place of the task's."""
     name, layerwise = type(strategy).name, config.recipe.layerwise
-    kind = strategy.optimizer(adapted).kind
-    if kind is adapted.kind:
+    used = strategy.optimizer(adapted)
+    if used.kind is adapted.kind:
         return []
     if layerwise != "none":
         raise BadInput(
             f"layerwise={layerwise} would have no effect: servers of {name} have an optimizer of their own; "
             "add --set server=task"
         )
+    decay = adapted.weight_decay()
+    lost = f", without its weight decay of {decay:g}" if decay > used.weight_decay() else ""
     return [
-        f"the servers of {name} use {kind.__name__} at {config.lr:g} in the place of the task's "
-        f"{adapted.kind.__name__} at {own_rate:g}; --lr gives another rate, --set server=task keeps "
+        f"the servers of {name} use {used.kind.__name__} at {config.lr:g} in the place of the task's "
+        f"{adapted.kind.__name__} at {own_rate:g}{lost}; --lr gives another rate, --set server=task keeps "
         "the task's optimizer"
     ]

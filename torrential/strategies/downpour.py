@@ -25,6 +25,17 @@ from torrential.strategies.roles import Role, Roles, Servers
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 ADAGRAD_RATE = 0.01  # torch's default, too
+_IN_GRADIENTS = (  # classes whose weight decay is added to gradients, unless they are told to keep it apart
+    torch.optim.SGD,
+    torch.optim.ASGD,
+    torch.optim.Adam,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+)
 
 
 class Downpour(Strategy, frozen=True, kw_only=True):
@@ -58,7 +69,7 @@ class Downpour(Strategy, frozen=True, kw_only=True):
     def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         if self.server == "task":
             return spec
-        return spec.replaced(torch.optim.Adagrad, ADAGRAD_RATE, ("weight_decay",))
+        return spec.replaced(torch.optim.Adagrad, ADAGRAD_RATE, ("weight_decay",) if _decays_gradients(spec) else ())
 
     def worker(self, ctx: Context) -> None:
         vector, gradient = ctx.replica.vector(), ctx.replica.gradient()
@@ -103,6 +114,13 @@ class Downpour(Strategy, frozen=True, kw_only=True):
         if self.overlap and pushed is not None:
             ctx.progress.count(done, pushed.wait())
         ctx.leave()
+
+
+def _decays_gradients(spec: OptimizerSpec) -> bool:
+    """Whether weight decay is known to be part of the gradients, as Adagrad has it. One that is apart from them, as of
+    AdamW, is small beside a step; in gradients that Adagrad scales the same number would be large."""
+    apart = any(each.get("decoupled_weight_decay") for each in spec.settings())
+    return issubclass(spec.kind, _IN_GRADIENTS) and not apart
 
 
 def _either(used: list[int] | None, others: list[int] | None) -> list[int] | None:
