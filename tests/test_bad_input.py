@@ -419,9 +419,15 @@ def test_a_task_that_ends_a_simulation_is_told_and_its_records_are_kept(
 ) -> None:
     path = ending(tmp_path, where, "os._exit(0)")
     ended = train_two(run_cli, path, tmp_path / "out", "--world", "sim")
-    assert one_message(ended, 1) == ENDED.format(0)
     kept = records.read_records(tmp_path / "out" / records.RECORDS)
-    assert any(isinstance(record, records.Step) for record in kept)
+    last = max(record.step for record in kept if isinstance(record, records.Step))
+    said = (
+        ENDED.format(0)
+        .replace("done", f"done (the last step on record: {last})")
+        .replace("\n", "; no checkpoint was made yet")
+    )
+    assert last > 0 and one_message(ended, 1) == f"{said}\n"
+    assert isinstance(kept[-1], records.Event) and (kept[-1].event, kept[-1].detail) == ("failed", said)
 
 
 @pytest.mark.parametrize(
@@ -463,6 +469,7 @@ def test_a_role_that_ends_itself_has_died(where: str, said: str, run_cli: Cli, t
     kept = records.read_records(tmp_path / "out" / records.RECORDS)
     lost = [record for record in kept if isinstance(record, records.Event) and record.event.endswith("_lost")]
     assert len(lost) == 2
+    assert isinstance(kept[-1], records.Event) and (kept[-1].event, f"{kept[-1].detail}\n") == ("failed", message)
 
 
 def test_a_worker_that_nobody_can_replace_is_told_with_what_is_left(run_cli: Cli, tmp_path: Path) -> None:

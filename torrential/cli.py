@@ -516,14 +516,31 @@ def main() -> None:
     """
     streams.keep()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    code, finished, begun = processes.run_in_child(carry_out)
+    code, finished = processes.run_in_child(carry_out)
     if code < 0:
         _err.fail(f"the command was ended by {signal.Signals(-code).name}; what a run had recorded is in its directory")
         code = 128 - code
     elif not finished:
-        _err.fail(f"the command exited with status {code} before it was done, {BY_THE_TASK}")
-        code = 1 if begun else 2
+        directory = processes.begun()
+        _err.fail(_exited(code, directory))
+        code = 2 if directory is None else 1
     os._exit(code)  # this process has nothing to take down
+
+
+def _exited(code: int, directory: Path | None) -> str:
+    """What is said where something has ended the child that carried the command out; of a run it goes on record."""
+    words = f"the command exited with status {code} before it was done"
+    if directory is None:
+        return f"{words}, {BY_THE_TASK}"
+    from torrential import records
+    from torrential.worlds.failure import going_on
+
+    path = directory / records.RECORDS
+    found = records.read_records(path) if path.exists() else []
+    last = max((record.step for record in found if isinstance(record, records.Step)), default=0)
+    said = f"{words} (the last step on record: {last}), {BY_THE_TASK}; {going_on(directory)}"
+    records.note_end(directory, records.FAILED, said)
+    return said
 
 
 def carry_out() -> int:
@@ -569,9 +586,7 @@ def carry_out() -> int:
         else:
             raise
     sys.stdout.flush()  # whoever leaves with a code does so at once
-    return code or check_output(
-        _err, " (the records of a run are complete all the same)" if processes.has_begun() else ""
-    )
+    return code or check_output(_err, " (the records of a run are complete all the same)" if processes.begun() else "")
 
 
 def _check_arguments() -> None:
