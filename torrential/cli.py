@@ -127,7 +127,7 @@ def train(
     """Train TASK on this machine's processes, or on a simulated cluster."""
     if port is not None and not watch:
         raise BadInput(f"--port {port} is the port of the live page; give --watch as well, or leave it out")
-    with _launching(local=world != "sim" and cluster is None) as launch:
+    with _launching(world != "sim" and cluster is None, _roles(workers, servers)) as launch:
         from torrential.data import find
         from torrential.limits import OF_SETTINGS
         from torrential.listeners.loggers import make_loggers
@@ -249,7 +249,7 @@ def launch(
     json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
 ) -> None:
     """Run a script with a training loop of its own in every worker."""
-    with _launching() as nursery:
+    with _launching(roles=_roles(workers, servers)) as nursery:
         from torrential import launching
         from torrential.listeners.loggers import make_loggers
 
@@ -487,17 +487,23 @@ def _write_report(study: Any, path: Path) -> None:
     write_report(study, path)
 
 
+def _roles(workers: int | None, servers: int | None) -> int:
+    """Workers and servers at most: whether the strategy has a server is not known yet."""
+    return (1 if workers is None else workers) + (1 if servers is None else servers)
+
+
 def _end(signum: int, frame: FrameType | None) -> None:
     signal.signal(signum, signal.SIG_IGN)  # a whole group may have been sent it, and we be told twice
     raise Terminated(signum)
 
 
 @contextlib.contextmanager
-def _launching(local: bool = True) -> Iterator[Launch | None]:
+def _launching(local: bool = True, roles: int = 1) -> Iterator[Launch | None]:
+    """`roles`: workers and servers, as far as they are known before torch is loaded."""
     signal.signal(signal.SIGTERM, _end)
     descriptors.raise_limit()
     if local:
-        descriptors.check_descriptors(roles=1)  # before anything is started
+        descriptors.check_descriptors(roles, early=True)  # before anything is started
     launch = Launch() if local else None
     try:
         yield launch
