@@ -69,8 +69,9 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """The seconds that the run trained."""
-        return max((step.time for step in self.steps), default=0.0)
+        """The seconds that the run trained: until its last step on record, or the last parameters that were
+        evaluated, for not every step is on record."""
+        return max([0.0, *(step.time for step in self.steps), *(e.time for e in self.evaluations)])
 
     @property
     def samples(self) -> int:
