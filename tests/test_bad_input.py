@@ -419,9 +419,15 @@ def test_a_task_that_ends_a_simulation_is_told_and_its_records_are_kept(
 ) -> None:
     path = ending(tmp_path, where, "os._exit(0)")
     ended = train_two(run_cli, path, tmp_path / "out", "--world", "sim")
-    assert one_message(ended, 1) == ENDED.format(0)
     kept = records.read_records(tmp_path / "out" / records.RECORDS)
-    assert any(isinstance(record, records.Step) for record in kept)
+    last = max(record.step for record in kept if isinstance(record, records.Step))
+    said = (
+        ENDED.format(0)
+        .replace("done", f"done (the last step on record: {last})")
+        .replace("\n", "; no checkpoint was made yet")
+    )
+    assert last > 0 and one_message(ended, 1) == f"{said}\n"
+    assert isinstance(kept[-1], records.Event) and (kept[-1].event, kept[-1].detail) == ("failed", said)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +459,7 @@ def test_a_task_that_exits_is_bad_input(where: str, part: str, refused: Callable
         (
             "evaluation",
             "the observer died 3 times (the last one exited with status 0, as by os._exit in the task's code; look for "
-            "that in the model, the loss, the data sets and what they import); go on",
+            "that in the model, the loss, the data sets and what they import); no checkpoint was made yet",
         ),
     ],
 )
@@ -463,6 +469,17 @@ def test_a_role_that_ends_itself_has_died(where: str, said: str, run_cli: Cli, t
     kept = records.read_records(tmp_path / "out" / records.RECORDS)
     lost = [record for record in kept if isinstance(record, records.Event) and record.event.endswith("_lost")]
     assert len(lost) == 2
+    assert isinstance(kept[-1], records.Event) and (kept[-1].event, f"{kept[-1].detail}\n") == ("failed", message)
+
+
+def test_a_worker_that_nobody_can_replace_is_told_with_what_is_left(run_cli: Cli, tmp_path: Path) -> None:
+    path = ending(tmp_path, "step", "os._exit(0)")
+    message = one_message(train_two(run_cli, path, tmp_path / "out", "--strategy", "ddp"), 1)
+    assert message == (
+        f"worker {place_of(SENTINEL)[1]} is gone (exited with status 0, as by os._exit in the task's code; look for "
+        "that in the model, the loss, the data sets and what they import), and nobody can take its place; no "
+        "checkpoint was made yet\n"
+    )
 
 
 def test_a_task_file_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:

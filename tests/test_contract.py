@@ -128,3 +128,10 @@ def test_workers_that_wait_for_one_another_are_one_large_batch(
     together = train(tmp_path / "run", world, strategy, 3, steps=20, batch_size=16, lr=0.05, **JOINED[strategy])
     assert together.summary.samples == 20 * 48
     assert_equal_models(together.model, plain(task, 48, 20), TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "bsp", "ssp", "backup"])
+def test_the_short_batch_that_ends_an_epoch_is_a_step_of_its_own(strategy: str, task: tt.Task, tmp_path: Path) -> None:
+    together = train(tmp_path / "run", "sim", strategy, 3, epochs=2, batch_size=17, lr=0.05, **JOINED[strategy])
+    assert SAMPLES % 51 and together.summary.steps == 2 * (SAMPLES // 51 + 1)
+    assert_equal_models(together.model, plain(task, 51, together.summary.steps), TOLERANCE)

@@ -37,6 +37,18 @@ def test_a_run_on_processes_is_refused_in_one_line(words: str, tmp_path: Path) -
     assert not out.exists()
 
 
+@pytest.mark.parametrize(("workers", "strategy"), [(2, "allreduce"), (2, "bsp"), (12, "allreduce")])
+def test_as_many_as_were_said_are_enough(workers: int, strategy: str, tmp_path: Path) -> None:
+    words = (
+        f"train digits --workers {workers} --strategy {strategy} --batch-size 9999999 --out {tmp_path / 'out'}".split()
+    )
+    said = limited("-n 24", COMMAND, *words).stderr
+    needed = int(said.partition("needed: about ")[2].partition(")")[0])
+    assert needed > OWN + EACH_ROLE * workers
+    ended = limited(f"-n {needed}", COMMAND, *words)  # what is wrong with it is seen after the descriptors
+    assert ended.returncode == 2 and "the joined batch is larger than the training set" in ended.stderr
+
+
 def test_a_study_is_refused_before_it_has_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
     asked = StudyRequest(task="digits-mlp", strategies=["allreduce"], target=0.5, trials=3, workers=[2])

@@ -35,7 +35,7 @@ class Scene:
         population += [Members("server", servers, "view")] if servers else []
         population += [Members("coordinator", coordinators, coordinator)] if coordinators else []
         self.now = 0.0
-        self.machine = Membership(population, Rules(timeout=10.0, remedy="go on", **rules))
+        self.machine = Membership(population, Rules(timeout=10.0, going_on=lambda: "go on", **rules))
         self.told: dict[Who, list[Any]] = {}
         self.started: list[Who] = []
         self.killed: list[Who] = []
@@ -197,7 +197,7 @@ def test_a_run_whose_parameters_are_gone_fails() -> None:
 def test_when_all_workers_are_gone_the_run_fails(death: Death) -> None:
     scene = Scene(2, death, servers=1).begin()
     scene.lose(0)
-    with pytest.raises(RunFailed, match=r"^all workers are gone \(worker 1 fell\); no checkpoint .* yet$"):
+    with pytest.raises(RunFailed, match=r"^all workers are gone \(worker 1 fell\); go on$"):
         scene.lose(1, "fell")
 
 
@@ -273,7 +273,7 @@ def test_a_dead_coordinator_is_started_again_and_interrupts_nobody() -> None:
 
 def test_a_role_whose_death_is_fatal_ends_the_run() -> None:
     scene = Scene(2, coordinators=1, coordinator="fail").begin()
-    with pytest.raises(RunFailed, match=r"^coordinator 0 fell, and nobody can take its place; go on$"):
+    with pytest.raises(RunFailed, match=r"^coordinator 0 is gone \(fell\), and nobody can take its place; go on$"):
         scene.lose(COORDINATORS, "fell")
 
 

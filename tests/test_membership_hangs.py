@@ -17,7 +17,7 @@ from torrential.membership.machine import Membership
 from torrential.membership.roles import Members, Who
 from torrential.membership.roll import Member, Roll, Rules
 
-RULES = Rules(timeout=10.0, remedy="go on")
+RULES = Rules(timeout=10.0, going_on=lambda: "go on")
 POPULATION = [Members("worker", 3, "view"), Members("server", 2, "view"), Members("observer", 1, "restart")]
 
 
@@ -130,8 +130,8 @@ def test_who_waits_for_whom_and_what_for_is_said(scene: Scene) -> None:
     assert str(failure.value) == (
         "all workers have waited for one another for 10 s: worker 0 for worker 1 to send a tensor (tag 'x'), "
         "worker 1 for worker 0 in an all-gather (a vote is one), worker 2 for worker 0 in an all-gather (a vote is "
-        "one); check that every recv has its send, and that all members start the same collectives in the same order, "
-        "then go on"
+        "one); check that every recv has its send, and that all members start the same collectives in the same order; "
+        "go on"
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pydoc
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from torrential.strategies import STRATEGIES
 from torrential.strategies.registry import check_object, registered, resolve_strategy
 from torrential.study.ask import absolute_entries, split_entries
 from torrential.study.directory import read_question
+from torrential.trainer.state import NamedStates
 
 Refused = Callable[..., str]
 CLUSTER = {"compute": {"seconds_per_sample": 1e-3}}
@@ -649,8 +652,37 @@ def test_a_tensor_that_nobody_sends_is_named_and_ends_nobody(world: str, transpo
     assert str(failure.value) == (
         "all workers have waited for one another for 2 s: worker 0 for worker 1 to send a tensor (tag 'gossip'), "
         "worker 1 for worker 0 in an all-gather (a vote is one); check that every recv has its send, and that all "
-        "members start the same collectives in the same order, then "
-        f"go on with: torrential train --resume {tmp_path / 'run'}"
+        "members start the same collectives in the same order; "
+        "no checkpoint was made yet"
     )
     events = [r.event for r in records.read_records(tmp_path / "run" / RECORDS) if isinstance(r, records.Event)]
     assert not {"worker_hung", "worker_lost"} & set(events)
+
+
+class Keeps(tt.AllReduce, frozen=True, kw_only=True):
+    name: ClassVar[str] = "keeps"
+    summary: ClassVar[str] = "keeps a tensor where a dict of them is wanted"
+
+    def worker(self, ctx: tt.Context) -> None:
+        kept = torch.zeros(3)
+        ctx.state.own("velocity", lambda: kept, kept.copy_)  # type: ignore[arg-type, return-value]
+        super().worker(ctx)
+
+
+def test_a_state_that_is_no_dict_is_refused_when_it_is_registered(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed) as failure:
+        train(Keeps(), tmp_path / "run", "sim")
+    assert str(failure.value) == (
+        "worker 0 failed at step 1: save of the state 'velocity' must return a dict of tensors (it returned Tensor); "
+        'try {"value": tensor}; no checkpoint was made yet'
+    )
+    with pytest.raises(BadInput, match=r"must return a dict of tensors \(it has float at 'b'\)"):
+        NamedStates().everybody("x", lambda: {"a": torch.zeros(1), "b": 1.0}, lambda saved: None)  # type: ignore[dict-item]
+
+
+def test_the_help_of_the_context_leads_to_that_of_every_part() -> None:
+    text = pydoc.render_doc(tt.Context, renderer=pydoc.plaintext)
+    named = set(re.findall(r'help\("(.*?)"\)', text))
+    assert {name.rpartition(".")[2] for name in named} == {"Comm", "Data", "Replica", "State", "Progress", "Client"}
+    for name in named:
+        assert pydoc.render_doc(name, renderer=pydoc.plaintext).startswith("Python Library Documentation: class")

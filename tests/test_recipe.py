@@ -184,6 +184,35 @@ def test_which_optimizer_and_rate_the_servers_have_is_said(tmp_path: Path) -> No
     assert "use Adagrad at 0.02 in the place of the task's SGD at 0.05" in asked.warnings[0] and not own.warnings
 
 
+class DecayInside(torch.optim.AdamW):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__([{"params": list(params), "weight_decay": 0.1}], lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kept", "lost"),
+    [
+        (tt.optimizer("sgd", lr=0.1, weight_decay=0.1), {"weight_decay": 0.1}, None),
+        (tt.optimizer("adam", lr=0.1, weight_decay=0.1), {"weight_decay": 0.1}, None),
+        (tt.optimizer("adam", lr=0.1, weight_decay=0.1, decoupled_weight_decay=True), {}, 0.1),
+        (tt.optimizer("adamw", lr=0.1, weight_decay=0.1), {}, 0.1),
+        (tt.optimizer("adamw", lr=0.1), {}, 0.01),
+        (tt.optimizer("adamw", lr=0.1, weight_decay=0.0), {}, None),
+        (tt.optimizer("adamw", lr=0.1, weight_decay=0.0, groups=[("*.weight", {"weight_decay": 0.3})]), {}, 0.3),
+        (tt.optimizer(DecayInside, lr=0.1), {}, 0.1),
+        (lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.2), {}, 0.2),
+    ],
+)
+def test_adagrad_takes_the_decay_of_gradients_and_says_that_any_other_is_left_out(
+    spec: Any, kept: dict[str, float], lost: float | None, tmp_path: Path
+) -> None:
+    job = prepared(tmp_path / "run", strategy="downpour", task=dataclasses.replace(a_task(), optimizer=spec))
+    used = job.strategy.optimizer(job.task.optimizer_spec)
+    assert [used.options, *(group.options for group in used.groups)] == [kept] + [{}] * len(used.groups)
+    said = "" if lost is None else f", without its weight decay of {lost}"
+    assert f" at 0.1{said}; --lr gives another rate" in job.warnings[0]
+
+
 def test_servers_do_not_know_grow_whatever_else_it_needs(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="bsp does not know grow; leave it out, or use --strategy allreduce"):
         prepared(tmp_path / "run", strategy="bsp", options={"grow": True})

@@ -380,6 +380,24 @@ def test_records_cut_off_in_the_middle_of_a_line(tmp_path):
     assert found.entries[0].runs[0].evaluations  # what was there is shown
 
 
+def test_a_run_that_failed_says_why_until_it_is_resumed_and_only_with_its_task(tmp_path):
+    write_run(tmp_path / "good", config(seed=1), 2.0)
+    write_run(tmp_path / "other", config(task="fashion"), 2.0)
+    write_run(tmp_path / "bad", config(seed=2), 2.0)
+    path = tmp_path / "bad" / records.RECORDS
+    records.trim_records(path, 10**6)  # all but the end
+    last = max(record.time for record in records.read_records(path))
+    records.note_end(tmp_path / "bad", records.FAILED, "the loss turned nan; lower --lr")
+    found = read_study(tmp_path, "digits")
+    assert found.problems == [f"{tmp_path / 'bad'}: failed: the loss turned nan; lower --lr; it does not count"]
+    (failed,) = [run for entry in found.entries for run in entry.runs if not run.finished]
+    assert failed.events[-1] == records.Event(event="failed", time=last, detail="the loss turned nan; lower --lr")
+    assert read_study(tmp_path, "fashion").problems == []
+    with records.RecordWriter(path) as writer:
+        writer.write(records.Event(event="resumed", time=last))
+    assert "cut off, or is going on" in read_study(tmp_path, "digits").problems[0]
+
+
 def test_what_cannot_be_read_is_named_and_the_rest_is_shown(tmp_path):
     for name in ("good", "future", "broken", "odd", "unknown"):
         write_run(tmp_path / name, config("newest" if name == "unknown" else "ssp"), 2.0)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import msgspec
@@ -47,9 +48,9 @@ def test_no_difference_in_words():
     assert verdict.sentences[0] == (
         "undecided: b was the soonest to 90 % accuracy here (median 4.500 s, 5 trials), with no difference seen to a"
     )
-    assert any(
-        line.startswith("no difference seen between b and a (medians 4.500 s and ") for line in verdict.sentences
-    )
+    (said,) = (line for line in verdict.sentences if line.startswith("no difference seen between b and a (medians 4.5"))
+    assert re.search(r"95 % CI of the ratio [\d.]+–[\d.]+ for these two alone, 5 trials each, p = ", said)
+    assert said.endswith(" after correction for all comparisons)")
     assert any("Holm's correction for 3 comparisons" in rule for rule in verdict.rules)
     assert any(rule.startswith("entries are ranked by their median times") for rule in verdict.rules)
     assert [pair.p for pair in verdict.pairs] == pytest.approx([1.0, 3 * 2 / 252, 3 * 2 / 252], abs=0.4)
@@ -244,6 +245,13 @@ def test_the_harness_refuses_to_report():
     )
 
 
+def test_a_run_is_not_shorter_than_its_time_to_the_target():
+    """Not every step is on record, but all parameters that were evaluated are."""
+    found = run(config("a"), 2.0, looks=1)
+    found = replace(found, steps=[msgspec.structs.replace(step, time=step.time / 2) for step in found.steps])
+    assert found.time_to_target == 2.0 and found.seconds == max(e.time for e in found.evaluations) >= 2.0
+
+
 def test_diverged_runs_are_missed_runs():
     runs = [run(config("a"), None, diverged=True) for _ in range(3)]
     row = judge(study({}, entries=[Entry("a", "a", {}, 2, 0, "local", "", runs)], trials=3)).rows[0]
@@ -341,6 +349,9 @@ def test_what_can_be_known_before_the_first_run():
     )
     assert outlook(question(strategies=["a,b,c,d"], trials=5)) == ["4 entries, 5 trials each"]
     assert outlook(question(strategies=["a"], trials=2))[1].endswith("(asked for: 2); use --trials 3")
+    assert outlook(question(trials=2), python=True)[1].endswith(
+        "use trials=4, or trials='auto' to go on until it is decided"
+    )
     assert outlook(question(trials=20, auto=True)) == [
         "2 entries, 5 to 20 trials each",
         "trials are added until it is decided which is soonest; looked at after 5, 8, 13 and 20",

@@ -127,7 +127,7 @@ def train(
     """Train TASK on this machine's processes, or on a simulated cluster."""
     if port is not None and not watch:
         raise BadInput(f"--port {port} is the port of the live page; give --watch as well, or leave it out")
-    with _launching(local=world != "sim" and cluster is None) as launch:
+    with _launching(world != "sim" and cluster is None, _roles(workers, servers)) as launch:
         from torrential.data import find
         from torrential.limits import OF_SETTINGS
         from torrential.listeners.loggers import make_loggers
@@ -249,7 +249,7 @@ def launch(
     json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
 ) -> None:
     """Run a script with a training loop of its own in every worker."""
-    with _launching() as nursery:
+    with _launching(roles=_roles(workers, servers)) as nursery:
         from torrential import launching
         from torrential.listeners.loggers import make_loggers
 
@@ -487,17 +487,23 @@ def _write_report(study: Any, path: Path) -> None:
     write_report(study, path)
 
 
+def _roles(workers: int | None, servers: int | None) -> int:
+    """Workers and servers at most: whether the strategy has a server is not known yet."""
+    return (1 if workers is None else workers) + (1 if servers is None else servers)
+
+
 def _end(signum: int, frame: FrameType | None) -> None:
     signal.signal(signum, signal.SIG_IGN)  # a whole group may have been sent it, and we be told twice
     raise Terminated(signum)
 
 
 @contextlib.contextmanager
-def _launching(local: bool = True) -> Iterator[Launch | None]:
+def _launching(local: bool = True, roles: int = 1) -> Iterator[Launch | None]:
+    """`roles`: workers and servers, as far as they are known before torch is loaded."""
     signal.signal(signal.SIGTERM, _end)
     descriptors.raise_limit()
     if local:
-        descriptors.check_descriptors(roles=1)  # before anything is started
+        descriptors.check_descriptors(roles, early=True)  # before anything is started
     launch = Launch() if local else None
     try:
         yield launch
@@ -516,14 +522,31 @@ def main() -> None:
     """
     streams.keep()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    code, finished, begun = processes.run_in_child(carry_out)
+    code, finished = processes.run_in_child(carry_out)
     if code < 0:
         _err.fail(f"the command was ended by {signal.Signals(-code).name}; what a run had recorded is in its directory")
         code = 128 - code
     elif not finished:
-        _err.fail(f"the command exited with status {code} before it was done, {BY_THE_TASK}")
-        code = 1 if begun else 2
+        directory = processes.begun()
+        _err.fail(_exited(code, directory))
+        code = 2 if directory is None else 1
     os._exit(code)  # this process has nothing to take down
+
+
+def _exited(code: int, directory: Path | None) -> str:
+    """What is said where something has ended the child that carried the command out; of a run it goes on record."""
+    words = f"the command exited with status {code} before it was done"
+    if directory is None:
+        return f"{words}, {BY_THE_TASK}"
+    from torrential import records
+    from torrential.worlds.failure import going_on
+
+    path = directory / records.RECORDS
+    found = records.read_records(path) if path.exists() else []
+    last = max((record.step for record in found if isinstance(record, records.Step)), default=0)
+    said = f"{words} (the last step on record: {last}), {BY_THE_TASK}; {going_on(directory)}"
+    records.note_end(directory, records.FAILED, said)
+    return said
 
 
 def carry_out() -> int:
@@ -569,9 +592,7 @@ def carry_out() -> int:
         else:
             raise
     sys.stdout.flush()  # whoever leaves with a code does so at once
-    return code or check_output(
-        _err, " (the records of a run are complete all the same)" if processes.has_begun() else ""
-    )
+    return code or check_output(_err, " (the records of a run are complete all the same)" if processes.begun() else "")
 
 
 def _check_arguments() -> None:

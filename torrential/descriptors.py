@@ -12,6 +12,7 @@ from torrential.errors import BadInput, RunFailed
 
 OWN = 40  # descriptors that a run on this machine's processes takes at most, whatever its size
 EACH_ROLE = 8  # and as many for each worker and server: its connection, and the buffers it shares
+A_FEW = 4  # that a command opens before it knows what it runs
 ENOUGH = 1 << 16  # of no use to anybody if it is more
 USUAL = 1024
 NONE_LEFT = (errno.EMFILE, errno.ENFILE)
@@ -25,11 +26,15 @@ def raise_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def check_descriptors(roles: int) -> None:
-    """Refuse a run of so many workers and servers where there are too few for it; rather than in the midst of it."""
+def check_descriptors(roles: int, early: bool = False) -> None:
+    """Refuse a run of so many workers and servers where there are too few for it; rather than in the midst of it.
+
+    `early`: refuse only where no run could begin, for the numbers are not checked yet. Who then allows as many as are
+    said is not refused again."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    needed = len(os.listdir("/proc/self/fd")) + OWN + EACH_ROLE * roles
-    if limit != resource.RLIM_INFINITY and limit < needed:
+    own = len(os.listdir("/proc/self/fd")) + OWN
+    needed = own + EACH_ROLE * roles + (A_FEW if early else 0)
+    if limit != resource.RLIM_INFINITY and limit < (own + EACH_ROLE if early else needed):
         raise BadInput(f"too few open files are allowed (limit: {limit}, needed: about {needed}); {_remedy(needed)}")
 
 

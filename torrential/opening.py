@@ -65,7 +65,7 @@ def _begin(directory: Path, manifest: records.Manifest) -> None:
     try:
         records.check_new_directory(directory)
         records.write_manifest(directory, manifest)
-        processes.mark_begun()
+        processes.mark_begun(directory)
     except BaseException:
         unlock(directory)
         raise
@@ -95,7 +95,9 @@ def resume_run(
     manifest = records.read_manifest(directory)
     _lock(directory)
     try:
-        return _resumed(directory, manifest, task, strategy, limits or {}, loop)
+        job = _resumed(directory, manifest, task, strategy, limits or {}, loop)
+        processes.mark_begun(directory)
+        return job
     except BaseException:
         unlock(directory)
         raise

@@ -33,6 +33,19 @@ Rule = tuple[Match, Mapping[str, Any]]
 NUMBER = "torrential_number"  # the key of a group's number in a built optimizer, which ignores what it does not know
 
 
+_IN_GRADIENTS = (  # classes whose weight decay is added to gradients, unless they are told to keep it apart
+    torch.optim.SGD,
+    torch.optim.ASGD,
+    torch.optim.Adam,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+)
+
+
 @dataclass(frozen=True)
 class ParameterGroup:
     """Trained parameters of a model, by name, with options of their own."""
@@ -109,6 +122,23 @@ class OptimizerSpec:
     def defaults(self) -> dict[str, Any]:
         """All options that the class has, with their values for parameters of no group."""
         return dict(dataclasses.replace(self, groups=(), rules=()).build([_probe()]).defaults)
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Every option with its value, once for each group of parameters, those that the class makes by itself
+        included."""
+        made = dataclasses.replace(self, groups=(), rules=()).build([_probe()]).param_groups
+        groups = self.groups or (ParameterGroup(frozenset()),)
+        return [{**each, **group.options} for group in groups for each in made]
+
+    def weight_decay(self) -> float:
+        """The largest weight decay of any group, as the class has it: added to gradients, or apart from them."""
+        return max(float(each.get("weight_decay", 0.0)) for each in self.settings())
+
+    def decays_gradients(self) -> bool:
+        """Whether weight decay is known to be part of the gradients, as that of SGD is. One that is apart from them, as
+        of AdamW, is small beside a step; in gradients the same number may be large."""
+        apart = any(each.get("decoupled_weight_decay") for each in self.settings())
+        return issubclass(self.kind, _IN_GRADIENTS) and not apart
 
     # -- groups ---------------------------------------------------------------------------------------------------
     def over(self, model: nn.Module) -> OptimizerSpec:

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torrential import streams
 
@@ -61,31 +62,34 @@ def set_name(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
-_progress: mmap.mmap | None = None  # of the work in a child: two bytes that both processes see
-_FINISHED, _BEGUN = 0, 1
+_progress: mmap.mmap | None = None  # of the work in a child, seen by both processes: is it finished, and where it is
+_WHERE = 1
+_LONGEST = 4096  # bytes of a path that Linux takes, its end included
 
 
-def mark_begun() -> None:
-    """Say that from here on the work of this child leaves something behind."""
+def mark_begun(directory: Path) -> None:
+    """Say that from here on the work of this child leaves something behind, in a directory."""
     if _progress is not None:
-        _progress[_BEGUN] = 1
+        path = os.fsencode(directory)
+        _progress[_WHERE : _WHERE + len(path) + 1] = path + b"\0"
 
 
-def has_begun() -> bool:
-    """Whether the work of this child has been marked as begun."""
-    return _progress is not None and bool(_progress[_BEGUN])
+def begun() -> Path | None:
+    """The directory that the work of this child has last marked as begun."""
+    path = b"" if _progress is None else _progress[_WHERE:].partition(b"\0")[0]
+    return Path(os.fsdecode(path)) if path else None
 
 
-def run_in_child(work: Callable[[], int]) -> tuple[int, bool, bool]:
+def run_in_child(work: Callable[[], int]) -> tuple[int, bool]:
     """Do `work`, which gives an exit code, in a forked child; return the child's exit code (minus the signal's number
-    if one ended it), whether `work` came to its end, and whether it had marked that it has begun.
+    if one ended it), and whether `work` came to its end.
 
     Whatever calls os._exit in `work`, or crashes, ends the child alone: the parent is there to say so. An interrupt at
     the terminal reaches both, and what other processes send to the parent is passed on. Only the child returns by
     leaving the interpreter.
     """
     global _progress
-    _progress = progress = mmap.mmap(-1, 2)  # shared
+    _progress = progress = mmap.mmap(-1, _WHERE + _LONGEST)  # shared
     awaited = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
@@ -97,7 +101,7 @@ def run_in_child(work: Callable[[], int]) -> tuple[int, bool, bool]:
         try:
             code = work()
         finally:
-            progress[_FINISHED] = 1
+            progress[0] = 1
         os._exit(code) if code else sys.exit(0)
     while True:
         sent = signal.sigwaitinfo(awaited)
@@ -107,4 +111,4 @@ def run_in_child(work: Callable[[], int]) -> tuple[int, bool, bool]:
             continue
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            return os.waitstatus_to_exitcode(status), bool(progress[_FINISHED]), bool(progress[_BEGUN])
+            return os.waitstatus_to_exitcode(status), bool(progress[0])

@@ -38,6 +38,7 @@ from torrential.files import open_regular, read_json, read_regular
 RECORDS = "records.jsonl"
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
+FAILED = "failed"  # the event that ends the records of a run that could not go on
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 LONGEST_LINE = 16 << 20  # bytes
 LARGEST_AT_ONCE = 256 << 20  # bytes of records that are decoded together; larger files line by line
@@ -80,7 +81,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field=
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="event"):
     """Something that happens rarely: worker_lost, worker_joined, regrouped, resumed, target_reached, stopped,
-    algorithms_chosen, recipe, warning."""
+    algorithms_chosen, recipe, warning; failed, with the error as its detail, is the last of a run that could not go
+    on."""
 
     event: str
     time: Seconds
@@ -204,6 +206,14 @@ class RecordWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def note_end(directory: Path, event: str, detail: str = "") -> None:
+    """Put on record what ended a run, at the time of its last record. It has no step: a resumed run keeps it."""
+    path = directory / RECORDS
+    with RecordWriter(path) as writer:
+        when = max((record.time for record in read_records(path) if not isinstance(record, Summary)), default=0.0)
+        writer.write(Event(event=event, time=when, detail=detail))
 
 
 def _decode(line: bytes) -> Record | None:

@@ -458,8 +458,12 @@ def _check_moves(task: Task, strategy: Strategy, adapted: OptimizerSpec) -> None
 def _servers_optimizer(config: RunConfig, strategy: Strategy, adapted: OptimizerSpec, own_rate: float) -> list[str]:
     """A warning where the servers have an optimizer of their own in the place of the task's."""
     name, layerwise = type(strategy).name, config.recipe.layerwise
-    kind = strategy.optimizer(adapted).kind
-    if kind is adapted.kind or not type(strategy).uses_rate:
+    used = strategy.optimizer(adapted)
+    decay = adapted.weight_decay()
+    lost = f", without its weight decay of {decay:g}" if decay > used.weight_decay() else ""
+    if not type(strategy).uses_rate:
+        return [f"{name} does without the task's {adapted.kind.__name__}{lost}"] if lost else []
+    if used.kind is adapted.kind:
         return []
     if layerwise != "none":
         raise BadInput(
@@ -467,7 +471,7 @@ def _servers_optimizer(config: RunConfig, strategy: Strategy, adapted: Optimizer
             "add --set server=task"
         )
     return [
-        f"the servers of {name} use {kind.__name__} at {config.lr:g} in the place of the task's "
-        f"{adapted.kind.__name__} at {own_rate:g}; --lr gives another rate, --set server=task keeps "
+        f"the servers of {name} use {used.kind.__name__} at {config.lr:g} in the place of the task's "
+        f"{adapted.kind.__name__} at {own_rate:g}{lost}; --lr gives another rate, --set server=task keeps "
         "the task's optimizer"
     ]

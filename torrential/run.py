@@ -14,7 +14,7 @@ from torrential import checkpoint as checkpoints
 from torrential import records
 from torrential.config import NO_LIMIT, SimSettings, label_of
 from torrential.data.deal import Deal
-from torrential.errors import RunFailed
+from torrential.errors import RunFailed, TorrentialError
 from torrential.limits import Patience
 from torrential.listeners.base import Listener, RunHandle, check_listeners
 from torrential.listeners.delivery import Deliveries
@@ -208,6 +208,12 @@ def execute(
 ) -> TrainResult:
     try:
         return _execute(job, launch, display_for, listeners)
+    except TorrentialError as error:
+        try:
+            records.note_end(job.directory, records.FAILED, str(error))
+        except TorrentialError as another:
+            error.add_note(str(another))
+        raise
     finally:
         unlock(job.directory)
 

@@ -71,7 +71,7 @@ class CollectiveHangs:
             raise RunFailed(
                 f"all workers have waited for one another for {self._rules.timeout:g} s: {in_words(self.waiting)}; "
                 "check that every recv has its send, and that all members start the same collectives in the same "
-                f"order, then {self._rules.remedy}"
+                f"order; {self._rules.going_on()}"
             )
         self._ask()
 

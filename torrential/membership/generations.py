@@ -54,7 +54,7 @@ class Generations:
         members = sorted(self._roll.workers)
         furthest = max(self._standing.values())
         if furthest < 0 and (self.step > 0 or self._rules.resumed):
-            raise RunFailed(f"every worker that had the parameters is gone; {self._rules.remedy}")
+            raise RunFailed(f"every worker that had the parameters is gone; {self._rules.going_on()}")
         source = min(r for r in members if self._standing[r] == furthest)
         behind = [r for r in members if self._standing[r] < furthest or (furthest < 0 and r != source)]
         self.forming_since = None

@@ -26,7 +26,7 @@ GRACE_SECONDS = 2.0
 
 class LetterHangs:
     def __init__(self, roll: Roll, rules: Rules) -> None:
-        self._roll, self._timeout, self._remedy = roll, rules.timeout, rules.remedy
+        self._roll, self._timeout, self._going_on = roll, rules.timeout, rules.going_on
         self._grace = min(GRACE_SECONDS, rules.timeout)
         self._pinged: dict[Who, tuple[Member, float, str]] = {}  # since when, and why
         self._complained: dict[int, float] = {}  # by worker: when it last did
@@ -68,7 +68,7 @@ class LetterHangs:
             self._stuck = now
         if self._stuck is not None and now - self._stuck > self._timeout + self._grace:
             also = f", or for one another ({in_words(others)})" if others else ""
-            raise RunFailed(f"all workers wait for servers{also}, though none of them is hung; {self._remedy}")
+            raise RunFailed(f"all workers wait for servers{also}, though none of them is hung; {self._going_on()}")
 
     def _ping(self, member: Member, why: str) -> None:
         if not member.delayed and member.who not in self._pinged:

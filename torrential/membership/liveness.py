@@ -23,7 +23,7 @@ STEP_SECONDS = 1.0
 
 class Liveness:
     def __init__(self, roll: Roll, rules: Rules) -> None:
-        self._roll, self._timeout, self._remedy = roll, rules.timeout, rules.remedy
+        self._roll, self._timeout, self._going_on = roll, rules.timeout, rules.going_on
         self._checked: float | None = None
 
     def end_silent(self, members: Iterable[Member]) -> None:
@@ -49,7 +49,7 @@ class Liveness:
             return self._end(member, "said nothing after its start")
         raise RunFailed(
             f"the process that starts workers did not answer for {member.quiet:.0f} s, when asked for {member.name}: "
-            f"it is stopped, or this machine is very slow (a larger --set timeout waits longer); {self._remedy}"
+            f"it is stopped, or this machine is very slow (a larger --set timeout waits longer); {self._going_on()}"
         )
 
     def _end(self, member: Member, why: str) -> None:

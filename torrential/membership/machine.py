@@ -311,7 +311,9 @@ class Membership:
         self._roll.remove(member)
         if self._roll.population[role].death == "fail":
             self._roll.note(f"{role}_lost", member.worker, "" if role == "worker" else member.name)
-            raise RunFailed(f"{member.name} {in_words(how)}, and nobody can take its place; {self._rules.remedy}")
+            raise RunFailed(
+                f"{member.name} is gone ({in_words(how)}), and nobody can take its place; {self._rules.going_on()}"
+            )
         if role == "worker":
             self._worker_died(member, how)
         elif role == "server":
@@ -347,7 +349,9 @@ class Membership:
         self._roll.note("coordinator_lost", None, member.name)
         self._views.renew()
         if not self._replace(member) and self._roll.population["coordinator"].death == "restart":
-            raise RunFailed(f"{member.name} died {LIVES} times (the last one {in_words(how)}); {self._rules.remedy}")
+            raise RunFailed(
+                f"{member.name} died {LIVES} times (the last one {in_words(how)}); {self._rules.going_on()}"
+            )
         if self.generation:
             self._leaving.dismiss_if_all_left()
 

@@ -62,7 +62,7 @@ class ObserverBacklog:
         """The observer is dead."""
         assert self.current is not None
         if self.current.life + 1 >= LIVES:
-            raise RunFailed(f"the observer died {LIVES} times (the last one {in_words(how)}); {self._rules.remedy}")
+            raise RunFailed(f"the observer died {LIVES} times (the last one {in_words(how)}); {self._rules.going_on()}")
         self._roll.note("observer_lost")
         self.start()
 

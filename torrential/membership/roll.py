@@ -36,10 +36,8 @@ class Rules:
     """Seconds that the run had taken by then."""
     slots: int = 0
     """Snapshots that a worker keeps for the observer, each in a numbered slot that is handed back."""
-    remedy: str = "run again"
-    """The advice after a failure."""
     going_on: Callable[[], str] = lambda: "no checkpoint was made yet"
-    """Says which checkpoint is the last good one, and how to go on from it."""
+    """Says, after a failure, which checkpoint is the last good one and how to go on from it, or that there is none."""
 
 
 @dataclass(eq=False)

@@ -68,7 +68,7 @@ class Views:
         try:
             self._publish(ring.leave(table, address, self._replicas))
         except RunFailed as error:
-            raise RunFailed(f"{error}; {self._rules.remedy}") from error
+            raise RunFailed(f"{error}; {self._rules.going_on()}") from error
         inherited = "; it headed no range" if not heirs else f"; its ranges go to server {', '.join(map(str, heirs))}"
         self._roll.note("server_lost", None, f"{server.name}{inherited}")
 

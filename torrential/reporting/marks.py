@@ -62,7 +62,7 @@ def outcome(run: Run) -> str:
     """The outcome of a trial that had a target, in words."""
     if run.time_to_target is not None:
         return f"{number(run.time_to_target)} {unit_of_time(run.config.get('world', ''))}"
-    return "diverged" if run.diverged else "missed" if run.finished else "not ended"
+    return "diverged" if run.diverged else "missed" if run.finished else "failed" if run.failed else "not ended"
 
 
 def samples_per_second(run: Run) -> float | None:

@@ -74,6 +74,8 @@ def now(study: Study, works: dict[int, series.StepColumns], age: Age) -> Now:
 def _state(run: Run, age: float) -> str:
     if run.finished:
         return "diverged" if run.diverged else "ended"
+    if run.failed:
+        return "failed"
     return "silent" if age >= SILENT_SECONDS else "going on"
 
 

@@ -42,9 +42,10 @@ class Backup(Strategy, frozen=True, kw_only=True):
         return self.needed(workers) * batch_size
 
     def roles(self, workers: int, servers: int) -> Roles:
+        first = self.needed(workers) if self.backups else None  # none: all are waited for, as in bsp
         return (
             Role("worker", workers, self.worker, "view"),
-            Servers(servers, Consistency(staleness=0, first=self.needed(workers))),
+            Servers(servers, Consistency(staleness=0, first=first), joined=first is None),
         )
 
     def worker(self, ctx: Context) -> None:
@@ -55,7 +56,8 @@ class Backup(Strategy, frozen=True, kw_only=True):
         )
         clock = ctx.params.begin(vector)
         while (batch := ctx.data.take(clock)) is not None:
-            loss = ctx.replica.backward([batch.weighted(1 / needed)])
+            weight = 1 / needed if self.backups else len(batch) / batch.total
+            loss = ctx.replica.backward([batch.weighted(weight)])
             answer = exchange(ctx, batch, clock, ctx.progress.rate(joined, batch), gradient, vector)
             ctx.progress.advance(batch, loss, answer)
             clock = max(clock + 1, answer.clock)

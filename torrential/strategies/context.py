@@ -160,7 +160,11 @@ class Progress(Protocol):
 
 
 class State(Protocol):
-    """State that outlives this process: it is saved with checkpoints, loaded on resuming, and handed to newcomers."""
+    """State that outlives this process: it is saved with checkpoints, loaded on resuming, and handed to newcomers.
+
+    `save` returns a dict of tensors by names of your own; it is called when the state is registered, too, which checks
+    it. `load` is given such a dict and takes it over, copying into the tensors that the program goes on with; in a
+    resumed run that happens when the state is registered."""
 
     def everybody(
         self, name: str, save: Callable[[], Mapping[str, Tensor]], load: Callable[[Mapping[str, Tensor]], None]
@@ -180,27 +184,32 @@ class State(Protocol):
 
 
 class Context(Protocol):
-    """The context of a role's program."""
+    """The context of a role's program. `task` and `config` are the run's; `comm` is what this role can say to others:
+    help("torrential.comm.protocol.Comm")."""
 
     task: Task
     config: RunConfig
     comm: Comm
 
     @property
-    def data(self) -> Data: ...
+    def data(self) -> Data:
+        """The samples that this role trains on: help("torrential.strategies.context.Data")."""
 
     @property
-    def replica(self) -> Replica: ...
+    def replica(self) -> Replica:
+        """The model as this role has it, forward and backward: help("torrential.strategies.context.Replica")."""
 
     @property
-    def state(self) -> State: ...
+    def state(self) -> State:
+        """What must outlive this process, by name: help("torrential.strategies.context.State")."""
 
     @property
-    def progress(self) -> Progress: ...
+    def progress(self) -> Progress:
+        """How far the run has come, and what is due: help("torrential.strategies.context.Progress")."""
 
     @property
     def params(self) -> Client:
-        """The servers' client; the run takes part from its first use."""
+        """The servers' client; the run takes part from its first use: help("torrential.server.client.Client")."""
 
     def rounds(self, propose: Callable[[], Vote], conclude: Callable[[Decision], None]) -> None:
         """Take steps with the other members until the run is finished; each is taken by all of them or by none.

@@ -58,7 +58,7 @@ class Downpour(Strategy, frozen=True, kw_only=True):
     def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         if self.server == "task":
             return spec
-        return spec.replaced(torch.optim.Adagrad, ADAGRAD_RATE, ("weight_decay",))
+        return spec.replaced(torch.optim.Adagrad, ADAGRAD_RATE, ("weight_decay",) if spec.decays_gradients() else ())
 
     def worker(self, ctx: Context) -> None:
         vector, gradient = ctx.replica.vector(), ctx.replica.gradient()

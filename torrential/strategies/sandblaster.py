@@ -87,7 +87,7 @@ class Sandblaster(Strategy, frozen=True, kw_only=True):
         )
 
     def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
-        return spec.replaced(torch.optim.SGD, spec.lr, ("weight_decay",))
+        return spec.replaced(torch.optim.SGD, spec.lr, ("weight_decay",) if spec.decays_gradients() else ())
 
     def refuse(self, task: Task, model: nn.Module) -> None:
         if task.clip_norm is not None:

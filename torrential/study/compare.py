@@ -95,7 +95,7 @@ def compare(
     console = Terminal(quiet=True) if progress is False else standard_error()
     try:
         made = task if isinstance(task, Task) else None
-        return comparison_of(carry_out(asked, None if out is None else Path(out), console, made, kinds))
+        return comparison_of(carry_out(asked, None if out is None else Path(out), console, made, kinds, python=True))
     except SystemExit as end:
         raise refuse_exit(end) from end
 
@@ -132,8 +132,10 @@ def carry_out(
     console: Terminal,
     task: Task | None = None,
     strategies: Mapping[str, type[Strategy]] | None = None,
+    python: bool = False,
 ) -> Study:
-    """Put the question, or find it put, and run all that is not there yet. `task` and `strategies`: a program's own."""
+    """Put the question, or find it put, and run all that is not there yet. `task` and `strategies`: a program's own;
+    `python`: advice is on arguments of a function."""
     kept = read_question(out).measured if out is not None and os.path.exists(out / STUDY) else []
     question, subject = make_question(asked, sys.argv, kept, task, strategies)
     directory = out or fresh_directory(f"compare-{Path(question.task).stem}")
@@ -141,7 +143,7 @@ def carry_out(
     with locked(directory):
         question = open_directory(directory, question)
         console.print(f"study directory: {directory}", highlight=False, soft_wrap=True)
-        for line in outlook(question):
+        for line in outlook(question, python):
             console.print(line, highlight=False, soft_wrap=True)
         watching = StudyProgress(question.metric, question.asked.target or 0.0, console)
         train = Train(question, subject, watching)

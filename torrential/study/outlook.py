@@ -11,8 +11,8 @@ from torrential.study.plan import looks, pairs_of
 from torrential.study.statistics import FEWEST
 
 
-def outlook(question: Question) -> list[str]:
-    """Lines that are said before the first run."""
+def outlook(question: Question, python: bool = False) -> list[str]:
+    """Lines that are said before the first run. `python`: advice is on arguments of a function, not on options."""
     asked, entries = question.asked, len(question.entries)
     trials = counted(asked.trials, "trial")
     if asked.auto:
@@ -24,16 +24,18 @@ def outlook(question: Question) -> list[str]:
         moments = listed([str(number) for number in looks(question)])
         lines.append(f"trials are added until it is decided which is soonest; looked at after {moments}")
     else:
-        lines += _too_few(asked.trials, pairs_of(question))
+        lines += _too_few(asked.trials, pairs_of(question), "trials={!r}" if python else "--trials {}")
     return lines + measured(question.measured)
 
 
-def _too_few(trials: int, pairs: int) -> list[str]:
-    """The warning that so many trials can decide nothing, whatever comes of them, and how many can."""
+def _too_few(trials: int, pairs: int, option: str) -> list[str]:
+    """The warning that so many trials can decide nothing, whatever comes of them, and how many can: `option` is how
+    their number is given."""
     needed = max(FEWEST, statistics.trials_needed(pairs) if pairs else 0)
     if trials >= needed:
         return []
-    remedy = f"use --trials {needed}" + (", or --trials auto to go on until it is decided" if pairs else "")
+    remedy = f"use {option.format(needed)}"
+    remedy += f", or {option.format('auto')} to go on until it is decided" if pairs else ""
     if trials < FEWEST:
         return [f"fewer than {FEWEST} trials are not a result (asked for: {trials}); {remedy}"]
     least = min(1.0, pairs * statistics.least_p(trials, trials))

@@ -104,6 +104,8 @@ def read_run(directory: Path) -> Run:
     )
     if run.finished:
         return run
+    if run.failed:
+        return replace(run, problem=f"failed: {run.failed}; it does not count")
     how = "its records end in the middle of a line" if cut else "its records have no end"
     return replace(run, problem=f"{how}: it was cut off, or is going on; it does not count")
 
@@ -116,14 +118,14 @@ def _read_all(directories: Iterable[Path], problems: list[str], read: ReadRun) -
     runs = []
     for directory in filter(_is_run, directories):
         try:
-            run = read(directory)
+            runs.append(read(directory))
         except BadInput as error:
             problems.append(str(error))
-            continue
-        if run.problem:
-            problems.append(f"{directory}: {run.problem}")
-        runs.append(run)
     return runs
+
+
+def _problems_of(runs: Iterable[Run]) -> list[str]:
+    return [f"{run.directory}: {run.problem}" for run in runs if run.problem]
 
 
 # -- a study ----------------------------------------------------------------------------------------------------------
@@ -142,6 +144,7 @@ def _asked(directory: Path, question: Question, read: ReadRun) -> Study:
         tuned = choose(tried, question.maximize) if complete else {}
         runs = _read_all((trial_directory(directory, spec, n) for n in range(1, asked.trials + 1)), problems, read)
         entries.append(replace(_entry(spec, spec.name, own_options(spec) | tuned, runs), tuned=tuned))
+    problems += _problems_of(run for entry in (*tuning, *entries) for run in entry.runs)
     return Study(
         directory=directory,
         task=question.task,
@@ -179,6 +182,7 @@ def _plain(directory: Path, inside: Sequence[Path], problems: list[str], task: s
     if not runs:
         raise BadInput(f"no run in {directory} can be read: {'; '.join(problems[:FEW])}")
     task, runs = _of_one_task(directory, runs, problems, task)
+    problems += _problems_of(runs)
     targets = {run.config["target"] for run in runs}
     if len(targets) > 1:
         problems.append(f"the runs have different targets ({_few(sorted(map(str, targets)))}): none is judged by")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torrential.records import Evaluation, Event, Manifest, Step, Summary
+from torrential.records import FAILED, Evaluation, Event, Manifest, Step, Summary
 from torrential.study.ask import ComputeTime
 
 STUDY = "study.json"
@@ -36,7 +36,7 @@ class Run:
     steps: list[Step]
     evaluations: list[Evaluation]
     events: list[Event]
-    summary: Summary | None  # None: it was cut off, or diverged
+    summary: Summary | None  # None: it was cut off, failed, or diverged
     problem: str = ""  # what is wrong with its records, in words
 
     @property
@@ -46,6 +46,12 @@ class Run:
     @property
     def diverged(self) -> bool:
         return any(event.event == DIVERGED for event in self.events)
+
+    @property
+    def failed(self) -> str:
+        """The error that ended it, unless it was resumed since; empty: none, or one that counts as a result."""
+        last = self.events[-1] if self.events and not self.finished else None
+        return last.detail if last is not None and last.event == FAILED else ""
 
     @property
     def finished(self) -> bool:
@@ -63,8 +69,9 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """The seconds that the run trained."""
-        return max((step.time for step in self.steps), default=0.0)
+        """The seconds that the run trained: until its last step on record, or the last parameters that were
+        evaluated, for not every step is on record."""
+        return max([0.0, *(step.time for step in self.steps), *(e.time for e in self.evaluations)])
 
     @property
     def samples(self) -> int:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from torrential import records, run
 from torrential.errors import Diverged
 from torrential.opening import open_run
-from torrential.records import Event, RecordWriter, Step
 from torrential.study.ask import Question
 from torrential.study.plan import Trial
 from torrential.study.question import Subject, request, tried
@@ -42,8 +41,8 @@ class Train:
             display = self._watching.listen(run.planned_steps(job))
             try:
                 run.execute(job, launch, lambda _: display)
-            except Diverged as error:
-                self._note(trial, error)
+            except Diverged:  # it would do so again, so that is its result: the target missed
+                records.note_end(trial.directory, DIVERGED)
         finally:
             if launch is not None:
                 launch.close()
@@ -52,10 +51,3 @@ class Train:
         if self._warm is None:
             self._warm = Warm()
         return self._warm.launch()
-
-    def _note(self, trial: Trial, error: Diverged) -> None:
-        """Record that a diverged trial has missed the target: it would do so again, so that is its result."""
-        path = trial.directory / records.RECORDS
-        when = max((record.time for record in records.read_records(path) if isinstance(record, Step)), default=0.0)
-        with RecordWriter(path) as writer:
-            writer.write(Event(event=DIVERGED, time=when, detail=str(error)))

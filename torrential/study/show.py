@@ -233,7 +233,7 @@ def write_csv(study: Study) -> Path:
 
 def _outcome(run: Run) -> str:
     if not run.finished:
-        return "cut off"
+        return "failed" if run.failed else "cut off"
     return "diverged" if run.diverged else "missed" if run.time_to_target is None else "reached"
 
 

@@ -309,12 +309,13 @@ def _sentence(study: Study, pair: Pair, corrections: int) -> str:
         missed = f"; {often}" if first.missed or second.missed else ""
         return f"{a} reached {target} {_times(of.ratio)} sooner than {b} ({_ci(of)}, {trials}){missed}"
     medians = f"medians {_seconds(first)} and {_seconds(second)}"
-    here = f"{medians}, {_ci(of, ' of the ratio')}, {trials}" if pair.quotable else often
+    alone = " for these two alone" if corrections > 1 else ""  # p is corrected for all pairs and looks
+    here = f"{medians}, {_ci(of, ' of the ratio')}{alone}, {trials}" if pair.quotable else often
     if statistics.least_p(first.trials, second.trials) * corrections > LEVEL:
         return f"not enough trials to tell {a} from {b} ({here})"
     if pair.p <= LEVEL and of.sooner < 0.5:
         return f"no order between {a}, which is first by its median, and {b}, which is by ranks (p = {pair.p:.2g})"
-    corrected = " after correction" if corrections > 1 else ""  # the interval is of this pair alone
+    corrected = " after correction for all comparisons" if corrections > 1 else ""
     return f"no difference seen between {a} and {b} ({here}, p = {pair.p:.2g}{corrected})"
 
 

@@ -58,6 +58,8 @@ class NamedStates:
         if name in self._kept or "/" in name or not name:
             what = "is registered already" if name in self._kept else "is no name for a state: it is empty, or has a /"
             raise BadInput(f"the state {name!r} {what}; call it something else")
+        if kept.kind != "moving":
+            _check_saved(name, kept.save())
         self._kept[name] = kept
         if found := _owned(self._saved[kept.kind], name):
             kept.load(found)
@@ -101,6 +103,16 @@ class NamedStates:
             found = _owned(tensors, name)
             if kept.kind == kind and found:
                 kept.load(found)
+
+
+def _check_saved(name: str, saved: object) -> None:
+    if not isinstance(saved, Mapping):
+        wrong = f"it returned {type(saved).__name__}"
+    elif found := [key for key, value in saved.items() if not (isinstance(key, str) and isinstance(value, Tensor))]:
+        wrong = f"it has {type(saved[found[0]]).__name__} at {found[0]!r}"
+    else:
+        return
+    raise BadInput(f'save of the state {name!r} must return a dict of tensors ({wrong}); try {{"value": tensor}}')
 
 
 def _owned(tensors: Mapping[str, Tensor], owner: str) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ def failed(role: str, failure: Failure, directory: Path) -> RunFailed:
     """The error that a run ends with when one of its roles has failed."""
     at = "" if failure.step is None else f" at step {failure.step}"
     who = "" if failure.kind in ("diverged", "run") else f"{role} failed{at}: "
-    onward = resuming(directory) if role.startswith("server") else last_good(directory)
+    onward = going_on(directory) if role.startswith("server") else last_good(directory)
     kinds = {"diverged": Diverged, "raised": WorkerFailed}
     error = kinds.get(failure.kind, RunFailed)(f"{who}{failure.text}; {onward}")
     if failure.trace:

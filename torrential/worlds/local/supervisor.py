@@ -27,7 +27,7 @@ from torrential.membership.machine import Membership
 from torrential.membership.roll import How, Rules
 from torrential.records import Evaluation, Event, Record, Step
 from torrential.worlds.base import Job, RunWatcher
-from torrential.worlds.failure import failed, going_on, resuming
+from torrential.worlds.failure import failed, going_on
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.crew import Crew, Process, ProcessMessage, who_is
 from torrential.worlds.local.launch import Launch
@@ -77,7 +77,6 @@ def rules_of(job: Job) -> Rules:
         resumed=job.checkpoint is not None,
         elapsed=job.elapsed,
         slots=SLOTS,
-        remedy=resuming(job.directory),
         going_on=lambda: going_on(job.directory),
     )
 
@@ -130,7 +129,7 @@ class _Supervision:
     def _deal_with(self, report: ProcessMessage | Born | Ended | None) -> None:
         membership = self._membership
         if report is None:
-            raise RunFailed(f"the process that starts workers was ended from outside; {resuming(self._job.directory)}")
+            raise RunFailed(f"the process that starts workers was ended from outside; {going_on(self._job.directory)}")
         if isinstance(report, Born):
             who = who_is(report)
             self._tell(lambda now: membership.exists(who, now))

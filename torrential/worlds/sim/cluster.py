@@ -113,7 +113,8 @@ class Fault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind: Literal["crash", "partition", "slow-link"]
     at: Seconds | Annotated[str, Meta(examples=["50 %"])]
     """The time at which it begins: a second, or a share of the run, as in "50 %": when workers have computed the
-    gradients of half of the samples that the run plans to train on. Samples that are computed again count again."""
+    gradients of half of the samples that the run plans to train on. Samples that are computed again count again: where
+    gradients are dropped, as under backup, it comes earlier in the run, by as much as is dropped."""
     worker: Number | None = None
     """The worker that crashes."""
     server: Number | None = None

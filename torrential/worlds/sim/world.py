@@ -26,7 +26,7 @@ from torrential.trainer.context import RoleContext
 from torrential.trainer.observer import Observer
 from torrential.trainer.server_plan import ServerPlan
 from torrential.worlds.base import RETURNED, Job, RunWatcher, going_on_from
-from torrential.worlds.failure import attributed, describe, failed, going_on, resuming
+from torrential.worlds.failure import attributed, describe, failed, going_on
 from torrential.worlds.population import population
 from torrential.worlds.sim.cluster import Cluster, Fault
 from torrential.worlds.sim.comm import SimComm
@@ -94,7 +94,6 @@ def rules_of(job: Job) -> Rules:
         replicas=settings.replicas,
         resumed=job.checkpoint is not None,
         elapsed=job.elapsed,
-        remedy=resuming(job.directory),
         going_on=lambda: going_on(job.directory),
     )
 
