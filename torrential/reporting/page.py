@@ -122,6 +122,7 @@ def contents(
         "first": first,
         "table": tables.trials(study, works),
         "pairs": tables.pairs(verdict),
+        "portions": tables.portions(study),
         "tuning": tables.tuning(study) if study.tuning else None,
         "commands": tables.commands(study),
         "machines": tables.machines(study),

@@ -80,6 +80,35 @@ def _trial(study: Study, run: Run, work: StepColumns) -> dict[str, str]:
     }
 
 
+def portions(study: Study) -> Table:
+    """What became of batches that a coordinator cut into portions, for each trial that had such."""
+    rows = []
+    for entry in study.entries:
+        for run in (run for run in entry.runs if run.batches):
+            seconds = sum(batch.seconds for batch in run.batches)
+            idle: dict[int, float] = {}
+            for batch in run.batches:
+                for worker, own in batch.idle.items():
+                    idle[worker] = idle.get(worker, 0.0) + own
+            most = max(idle, key=lambda worker: idle[worker], default=None)
+            whole = seconds * max(1, entry.workers)
+            rows.append(
+                [
+                    entry.name,
+                    run.directory.name,
+                    f"{len(run.batches):,}",
+                    number(median(batch.seconds for batch in run.batches)),
+                    f"{sum(batch.portions for batch in run.batches):,}",
+                    f"{sum(batch.copies for batch in run.batches):,}",
+                    f"{sum(batch.wasted for batch in run.batches):,}",
+                    f"{sum(idle.values()) / whole:.0%}" if whole else "",
+                    f"{most} ({idle[most] / seconds:.0%})" if most is not None and seconds else "",
+                ]
+            )
+    heads = ["batches", "seconds each", "portions", "copies", "thrown away", "workers idle", "most idle worker"]
+    return Table(["entry", "trial", *heads], rows, words=2)
+
+
 def _metric(study: Study, value: float) -> str:
     return metric_value(study.metric, float(value))
 

@@ -16,7 +16,7 @@ import msgspec
 from torrential import records
 from torrential.config import WORLDS, Recipe, label_of, read_config
 from torrential.errors import BadInput, UnknownName
-from torrential.records import Evaluation, Event, Manifest, Step, Summary
+from torrential.records import Evaluation, Event, Manifest, Step, Summary, Work
 from torrential.study.ask import Question, Spec, cluster_name, grid, own_options
 from torrential.study.directory import read_question
 from torrential.study.plan import RUNS, looks, trial_directory, tuning_directory
@@ -101,6 +101,7 @@ def read_run(directory: Path) -> Run:
         evaluations=[r for r in few if isinstance(r, Evaluation)],
         events=[r for r in few if isinstance(r, Event)],
         summary=next((r for r in reversed(few) if isinstance(r, Summary)), None),
+        batches=[r for r in few if isinstance(r, Work)],
     )
     if run.finished:
         return run

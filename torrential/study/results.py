@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torrential.records import FAILED, Evaluation, Event, Manifest, Step, Summary
+from torrential.records import FAILED, Evaluation, Event, Manifest, Step, Summary, Work
 from torrential.study.ask import ComputeTime
 
 STUDY = "study.json"
@@ -38,6 +38,7 @@ class Run:
     events: list[Event]
     summary: Summary | None  # None: it was cut off, failed, or diverged
     problem: str = ""  # what is wrong with its records, in words
+    batches: list[Work] = field(default_factory=list)  # cut into portions, where a coordinator deals these
 
     @property
     def config(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from torrential import records
 from torrential.errors import BadInput
 from torrential.files import open_regular
-from torrential.records import LONGEST_LINE, Evaluation, Event, Manifest, Record, Step, Summary
+from torrential.records import LONGEST_LINE, Evaluation, Event, Manifest, Record, Step, Summary, Work
 from torrential.study.read import read_known_manifest
 from torrential.study.results import Run
 
@@ -163,6 +163,7 @@ def _with_records(run: Run, new: Sequence[Record]) -> Run:
     few = [record for record in new if not isinstance(record, Step)]
     run.evaluations.extend(record for record in few if isinstance(record, Evaluation))
     run.events.extend(record for record in few if isinstance(record, Event))
+    run.batches.extend(record for record in few if isinstance(record, Work))
     return replace(run, summary=next((r for r in reversed(few) if isinstance(r, Summary)), run.summary))
 
 
