@@ -20,8 +20,10 @@ import torrential as tt
 from torrential.comm.protocol import COORDINATORS, role_of
 from torrential.optim.lbfgs import DIRECTION, GRADIENT, CurvaturePair, two_loop, wolfe
 from torrential.records import Evaluation, Event, Work
+from torrential.reporting import tables
 from torrential.server import vectors
 from torrential.server.messages import Save
+from torrential.study.read import read_study
 from torrential.worlds.sim.mail import SimMail
 
 pytestmark = pytest.mark.timeout(180)
@@ -325,3 +327,13 @@ def test_a_loss_that_is_no_number_in_the_line_search_shortens_the_step_and_is_on
     assert events and "the objective is nan" in events[0].detail
     values = list(objectives(result).values())
     assert values == sorted(values, reverse=True)
+
+
+def test_the_report_has_a_table_of_portions(undisturbed: tt.TrainResult) -> None:
+    table = tables.portions(read_study(undisturbed.out))
+    batches = [r for r in undisturbed.history if isinstance(r, Work)]
+    assert len(table.rows) == 1
+    row = dict(zip(table.head, table.rows[0], strict=True))
+    assert row["batches"] == f"{len(batches):,}" and row["portions"] == f"{60 * len(batches):,}"
+    assert row["thrown away"] == f"{sum(batch.wasted for batch in batches):,}"
+    assert '<section id="portions">' in tt.report(undisturbed.out).read_text()
