@@ -186,6 +186,11 @@ STEP = "    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
             "worker 1 finished, and worker 0 waited for another step",
         ),
         (
+            PREPARED + "for x, _ in loader:\n" + STEP + "    model.bias.data = model.bias.data.clamp(-1, 1)",
+            RunFailed,
+            "the parameter bias was given new memory .* change it in place",
+        ),
+        (
             PREPARED + "for x, _ in loader:\n    (model(x).mean() * float('nan')).backward()\n    optimizer.step()",
             RunFailed,
             "the loss turned nan on worker . at step 1; lower the script's learning rate",
