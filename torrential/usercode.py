@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 
 from torrential.errors import INTERRUPTS, BadInput, TaskFailed, TorrentialError
@@ -118,6 +118,14 @@ def place_of(error: BaseException) -> str:
         return f"{error.filename}:{error.lineno}"
     frames = _frames(error)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def users_function() -> CodeType | None:
+    """The code of the innermost function of the user's that is being run, or of the file; None if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_code
 
 
 def trace_of(error: BaseException) -> str:

@@ -68,8 +68,8 @@ def play_script(
     try:
         scripts.play(loop.script)
     except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
+        if (failure := run.left(end)) is not None:
+            raise failure from end
     run.end()
 
 
