@@ -19,8 +19,8 @@ from typing import Any
 
 import cloudpickle
 
-from torrential.errors import INTERRUPTS, BadInput, TorrentialError
-from torrential.usercode import failed, loading, place_of
+from torrential.errors import BadInput, TorrentialError
+from torrential.usercode import failed, is_interrupt, loading, place_of
 
 FILE_MODULE = "torrential_file_"  # how the names of such modules begin
 _imported: dict[Path, tuple[tuple[int, int, int], ModuleType]] = {}  # with what told one version from another
@@ -78,12 +78,12 @@ def users_own(path: Path, function: Callable[..., Any], *args: Any) -> Any:
     try:
         with loading(path):
             return function(*args)
-    except (TorrentialError, *INTERRUPTS) as error:
-        if isinstance(error, BadInput):
-            place = place_of(error)
-            raise BadInput(f"{place and f'{place}: '}{error}") from error
-        raise
+    except BadInput as error:
+        place = place_of(error)
+        raise BadInput(f"{place and f'{place}: '}{error}") from error
     except BaseException as error:
+        if isinstance(error, TorrentialError) or is_interrupt(error):
+            raise
         raise failed(f"{path} cannot be loaded:", error) from error
 
 

@@ -11,7 +11,7 @@ import torch
 
 from torrential import shipping
 from torrential.config import RunConfig
-from torrential.errors import INTERRUPTS, BadInput, TorrentialError
+from torrential.errors import BadInput, TorrentialError
 from torrential.loop import script as scripts
 from torrential.loop import session
 from torrential.loop.blueprint import OwnLoop, Script
@@ -90,8 +90,6 @@ def try_script(spawn: Spawn) -> int:
     seed_all(torch.device("cpu"), seed, 0)
     try:
         found: object = _prepared(script, workers)
-    except INTERRUPTS:
-        raise
     except TorrentialError as error:
         found = error
     except BaseException as error:  # a script may raise anything
