@@ -7,7 +7,9 @@ that fails after its start, go through a command of their own. Where a task's ow
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import re
 import resource
 import shutil
@@ -17,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import msgspec
@@ -584,7 +587,7 @@ def test_resuming_with_other_options(refused: Callable[..., str], tmp_path: Path
 
 
 @pytest.mark.parametrize("what", ["directory", "manifest", "task", "task's directory"])
-@pytest.mark.parametrize("how", ["another user's", "open to everybody"])
+@pytest.mark.parametrize("how", ["another user's", "open to everybody", "open to a group"])
 def test_resuming_runs_no_code_that_others_may_have_chosen(
     what: str, how: str, refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -597,6 +600,10 @@ def test_resuming_runs_no_code_that_others_may_have_chosen(
     if how == "open to everybody":
         path.chmod(path.stat().st_mode | 0o002)
         said = f"everybody can write to {path} (mode: "
+    elif how == "open to a group":
+        path.chmod(path.stat().st_mode | 0o020)
+        monkeypatch.setattr(grp, "getgrgid", lambda number: SimpleNamespace(gr_name="lab", gr_mem=["somebody"]))
+        said = f"the group lab can write to {path} (mode: "
     elif os.geteuid() == 0:
         os.chown(path, 12345, -1)
         said = f"{path} is not yours (owner: 12345), and the Python file that manifest.json names would be run; "
@@ -619,7 +626,7 @@ def test_a_tasks_file_may_belong_to_root(
 
     def stat(path: Path, **keywords: Any) -> os.stat_result:
         fields = list(real(path, **keywords))
-        fields[4] = owners.get(str(path), fields[4])
+        fields[4] = owners.get(str(path), 0)
         return os.stat_result(fields)
 
     monkeypatch.setattr(Path, "stat", stat)
@@ -627,6 +634,42 @@ def test_a_tasks_file_may_belong_to_root(
     check_own(manifest, str(task), "")
     owners[str(manifest)] = 0
     with pytest.raises(BadInput, match=f"{manifest} is not yours"):
+        check_own(manifest, str(task), "")
+
+
+@pytest.mark.parametrize("kept", ["manifest", "task"])
+def test_nobody_else_may_replace_a_directory_above(kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by a user: who can write to a directory further up puts another in its place, and its files are run."""
+    above, own = tmp_path / "above", tmp_path / "own"
+    for place in (above / "mine", own / "mine"):
+        place.mkdir(parents=True)
+    manifest = write((above if kept == "manifest" else own) / "mine", "{}", records.MANIFEST)
+    task = write((above if kept == "task" else own) / "mine", "")
+    check_own(manifest, str(task), "")
+    above.chmod(0o777)
+    with pytest.raises(BadInput, match=rf"everybody can write to {above} \(mode: 777\), and the Python file"):
+        check_own(manifest, str(task), "")
+    check_own(manifest, "digits", "")  # no file is run
+    link = own / "link"
+    link.symlink_to(above / "mine")
+    with pytest.raises(BadInput, match=f"everybody can write to {above}"):
+        if kept == "task":
+            check_own(manifest, str(link / task.name), "")
+        else:
+            check_own(link / records.MANIFEST, str(task), "")
+    above.chmod(0o1777)  # as /tmp has it: others add to it, and replace nothing that is ours
+    check_own(manifest, str(task), "")
+    above.chmod(0o770)
+    users = {os.geteuid(): "me", 0: "root"}
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: SimpleNamespace(pw_name=users[number]))
+    monkeypatch.setattr(
+        pwd, "getpwall", lambda: [SimpleNamespace(pw_name=users[os.geteuid()], pw_gid=above.stat().st_gid)]
+    )
+    monkeypatch.setattr(grp, "getgrgid", lambda number: SimpleNamespace(gr_name="lab", gr_mem=members))
+    members: list[str] = []  # a group of the user's own
+    check_own(manifest, str(task), "")
+    members.append("somebody")
+    with pytest.raises(BadInput, match=rf"the group lab can write to {above} \(mode: 770\)"):
         check_own(manifest, str(task), "")
 
 

@@ -5,6 +5,7 @@ What is found before a run begins is bad input (exit code 2); what happens in a 
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,10 @@ BEFORE = {
         "task = make(model=lambda: boom(Own))\n",
         f"the task's model factory raised {OTHER('Own')}",
     ),
+    "top level, a KeyboardInterrupt of its own": (
+        "boom(KeyboardInterrupt)\n",
+        f"{{file}} cannot be loaded: {OTHER('KeyboardInterrupt')}",
+    ),
     "task function": ("def task(): boom()\n", f"{{file}} cannot be loaded: {BOOM}"),
     "model factory": ("task = make(model=boom)\n", f"the task's model factory raised {BOOM}"),
     "no model": (
@@ -139,6 +144,18 @@ IN_A_RUN = {
     "metric, cancelled": (
         "metric=lambda outputs, targets: boom(GeneratorExit)",
         f"observer failed: the task's metric on validation data raised {OTHER('GeneratorExit')}{NONE}",
+    ),
+    "loss, a KeyboardInterrupt of its own": (
+        "loss=LastBatch(lambda outputs: boom(KeyboardInterrupt))",
+        f"worker 0 failed at step 12: the task's loss raised {OTHER('KeyboardInterrupt')}{NONE}",
+    ),
+    "optimizer, a KeyboardInterrupt of its own": (
+        "optimizer=tt.optimizer(Sgd, lr=0.01, raises=KeyboardInterrupt)",
+        f"worker 0 failed at step 5: {OTHER('KeyboardInterrupt')}{NONE}",
+    ),
+    "metric, a KeyboardInterrupt of its own": (
+        "metric=lambda outputs, targets: boom(KeyboardInterrupt)",
+        f"observer failed: the task's metric on validation data raised {OTHER('KeyboardInterrupt')}{NONE}",
     ),
     "validation data": (
         "validation=Poisoned(7)",
@@ -216,3 +233,15 @@ def test_what_is_built_for_a_simulation_has_a_role(kind: str, tmp_path: Path) ->
     error, about = failure(tmp_path, text, "sim")
     assert str(error) == f"observer failed: the task's model factory raised {OTHER(kind)}{NONE}".format(**about)
     assert not isinstance(error, TaskFailed) and error.exit_code == 1
+
+
+@pytest.mark.parametrize("world", ["local", "sim"])
+def test_an_interrupt_is_none_of_the_tasks_errors(world: str, tmp_path: Path) -> None:
+    """SIGINT that comes while the user's code runs: here in the model factory, which is called in this process."""
+    (tmp_path / "mine.py").write_text(
+        f"{HEAD}\nimport os, signal\n"
+        "task = make(model=lambda: os.kill(os.getpid(), signal.SIGINT) or nn.Linear(3, 2))\n"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        train(str(tmp_path / "mine.py"), world=world, out=tmp_path / "run", progress=False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

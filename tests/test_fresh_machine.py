@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +111,39 @@ def test_others_are_told_what_to_install(fresh: Fresh) -> None:
         "are skipped without"
     ]
     assert fresh.asked() == []
+
+
+PYTHON = """#!/bin/bash
+[[ $* == -V ]] && { echo Python %s; exit; }
+echo "$*" >>%s
+[[ $* == "-m venv .venv" ]] && { mkdir -p .venv/bin; cp "$0" .venv/bin/python; }
+exit 0
+"""
+
+
+def test_a_ready_environment_is_kept_whichever_python3_is_on_the_path(tmp_path: Path) -> None:
+    """Found by a user: another python3 came first on the path, and .venv was discarded and installed again."""
+    place, log = tmp_path / "project", tmp_path / "log"
+    (place / "scripts").mkdir(parents=True)
+    (place / "constraints.txt").write_text("torch==2\n")
+    (place / "pyproject.toml").touch()
+    shutil.copy(ROOT / "scripts" / "setup", place / "scripts")
+
+    def setup(version: str) -> list[str]:
+        """What any Python was asked by a setup where python3 is of this version."""
+        (tmp_path / "python3").write_text(PYTHON % (version, log))
+        (tmp_path / "python3").chmod(0o755)
+        log.write_text("")
+        subprocess.run([place / "scripts" / "setup"], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True, timeout=30)
+        return [line for line in log.read_text().splitlines() if "-m " in line]
+
+    made = setup("3.12.1")
+    assert made[0] == "-m venv .venv" and sum("pip" in line for line in made) == 2
+    assert setup("3.11.7") == []
+    (place / "constraints.txt").write_text("torch==3\n")
+    assert ["venv" in line for line in setup("3.11.7")] == [False, False]  # into the same environment
+    (place / ".venv" / "bin" / "python").unlink()
+    assert setup("3.11.7")[0] == "-m venv .venv"
 
 
 @pytest.mark.parametrize(("ci", "ends"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])

@@ -186,6 +186,11 @@ STEP = "    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
             "worker 1 finished, and worker 0 waited for another step",
         ),
         (
+            PREPARED + "for x, _ in loader:\n" + STEP + "    model.bias.data = model.bias.data.clamp(-1, 1)",
+            RunFailed,
+            "the parameter bias was given new memory .* change it in place",
+        ),
+        (
             PREPARED + "for x, _ in loader:\n    (model(x).mean() * float('nan')).backward()\n    optimizer.step()",
             RunFailed,
             "the loss turned nan on worker . at step 1; lower the script's learning rate",
@@ -196,6 +201,48 @@ def test_what_is_wrong_with_a_script_is_said_in_one_line(tmp_path, source, error
     with pytest.raises(error, match=said) as raised:
         launch(tmp_path, source, timeout=2)
     assert "\n" not in str(raised.value)
+
+
+LEAVING = (
+    PREPARED
+    + """
+def main():
+    for epoch in run.epochs(2):
+        for n, (x, _) in enumerate(loader):
+            if n == 3 and (sys.argv[1] == "all" or sys.argv[1] == str(run.rank)): sys.exit(0)
+            if n == 3 and sys.argv[1] == "break": break
+            optimizer.zero_grad()
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+        if epoch == 0 and sys.argv[1] == "epoch": raise SystemExit
+        if sys.argv[1] == "break": return
+sys.exit(main())
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "workers", "who", "said"),
+    [
+        (
+            "allreduce",
+            1,
+            "all",
+            r"worker 0 called sys.exit\(0\) at step 4 \(.*script.py:19\), before its loop was done",
+        ),
+        ("allreduce", 2, "1", r"worker 1 called sys.exit\(0\) at step 4 \(.*script.py:19\)"),
+        ("ssp", 2, "1", r"worker 1 called sys.exit\(0\) at step \d+ \(.*script.py:19\)"),
+        ("bsp", 2, "epoch", r"worker \d called sys.exit\(None\) at step 9 \(.*script.py:24\)"),
+    ],
+)
+def test_a_script_that_leaves_its_loop_by_sys_exit_has_failed(tmp_path, strategy, workers, who, said):
+    with pytest.raises(RunFailed, match=said):
+        launch(tmp_path, LEAVING, strategy, workers=workers, args=[who])
+
+
+@pytest.mark.parametrize(("who", "steps"), [("nobody", 16), ("break", 3)])
+def test_a_script_may_end_by_sys_exit_when_its_loop_is_done(tmp_path, who, steps):
+    assert launch(tmp_path, LEAVING, args=[who]).summary.steps == steps
 
 
 def test_what_no_script_can_be_run_with_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -253,8 +254,8 @@ def test_before_hello(scene: Scene) -> None:
 class Run:
     """A machine of three workers, which have all come up, and a clock."""
 
-    def __init__(self, death: Any) -> None:
-        self.machine = Membership([Members("worker", 3, death), *POPULATION[1:]], RULES)
+    def __init__(self, death: Any, **rules: Any) -> None:
+        self.machine = Membership([Members("worker", 3, death), *POPULATION[1:]], replace(RULES, **rules))
         self.now = 0.0
         self.machine.start(self.now)
         self.everybody = [Who(rank, 0) for rank in range(3)] + [Who(SERVERS + n, 0) for n in range(2)]
@@ -325,3 +326,22 @@ def test_a_run_that_does_not_come_up_names_who_is_missing() -> None:
     machine.hear(Who(0, 0), m.Ready(), 0.0)
     with pytest.raises(RunFailed, match=r"^worker 1 did not start within 600 s; look for errors above$"):
         machine.tick(601.0)
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(1.0, []), (12.0, [12])])
+def test_a_run_that_ends_before_a_dead_worker_is_replaced_says_who_did_not_answer(
+    seconds: float, said: list[int]
+) -> None:
+    """Found by a user: the process that starts workers was stopped, and the run ended well with a worker less."""
+    run = Run("view", replaced=frozenset({"worker"}))
+    run.pass_time(1.0)
+    run.machine.lost(Who(1, 0), "SIGKILL", run.now)
+    run.everybody.remove(Who(1, 0))
+    run.pass_time(seconds)
+    for rank in (0, 2):
+        run.hear(Who(rank, 0), m.Left(run.machine.generation))
+    warned = [
+        action.detail for action in run.machine.actions() if isinstance(action, Note) and action.event == "warning"
+    ]
+    who = "worker 1 was not replaced: the process that starts workers did not answer for"
+    assert run.machine.dismissed and warned == [f"{who} {quiet} s" for quiet in said]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import torrential as tt
+from tests.probes import LocalSGD
 from tests.test_contract import PLAIN, WORLDS
 from tests.test_equivalence import assert_equal_models, fresh, plain_loop, small_task
 from torrential.errors import BadInput, RunFailed
@@ -116,6 +117,24 @@ class Counting(torch.optim.Optimizer):
                 parameter.sub_(state["mean"], alpha=group["lr"] / state["taken"] ** 0.5)
                 if "first" in state:
                     parameter.sub_(state["first"], alpha=0.1 * group["lr"])
+
+
+class Replacing(torch.optim.Optimizer):
+    """Gives parameters new memory at every step, and the old memory to its state, whose tensors change places."""
+
+    per_parameter = True
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                state["older"], state["old"] = state.get("old", parameter.data.clone()), parameter.data
+                change = group["lr"] * parameter.grad - 0.5 * (state["old"] - state["older"])
+                parameter.data = parameter.data - change
 
 
 class Forgetful(torch.optim.SGD):
@@ -355,6 +374,7 @@ def test_groups_by_shape_with_several_workers_and_servers(tmp_path: Path) -> Non
         (ByMark, Marked),
         (ByClass, OfTwoClasses),
         (Counting, None),
+        (Replacing, None),
         (ByShape, images),
         ("muon", matrices),
         ("rprop", None),
@@ -367,6 +387,33 @@ def test_what_else_an_optimizer_looks_at_and_keeps(
 ) -> None:
     task = task_with(kind, model)
     assert_plain(task, run(task, tmp_path / "run", strategy, "sim"))
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "downpour"])
+def test_parameters_that_are_given_new_memory(strategy: str, tmp_path: Path) -> None:
+    """Found by a user: after `p.data = ...` servers stepped memory that nobody reads, and the run ended well."""
+    task = task_with(Replacing)
+    workers = 2 if strategy == "bsp" else 1
+    assert_plain(task, run(task, tmp_path / "run", strategy, workers=workers, **PLAIN[strategy]), 8 * workers)
+
+
+def test_parameters_that_are_given_new_memory_stay_in_a_strategys_vector(tmp_path: Path) -> None:
+    task = task_with(Replacing)
+    options: dict[str, Any] = {"world": "sim", "workers": 2, "steps": STEPS, "progress": False, "out": tmp_path / "run"}
+    assert_plain(task, tt.train(task, LocalSGD(period=1), **options), 16)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ssp"])
+def test_a_task_that_gives_parameters_new_memory_is_told_so(strategy: str, tmp_path: Path) -> None:
+    """No step would reach it: the run would end well, and have trained nothing."""
+
+    def step(model: Any, batch: Any) -> Tensor:
+        model[0].weight.data = model[0].weight.data.clamp(-1, 1)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    task = small_task(160, step=step, loss=None)
+    with pytest.raises(RunFailed, match=r"the parameter 0\.weight was given new memory .*; change it in place"):
+        run(task, tmp_path / "run", strategy)
 
 
 # -- several tensors at once ------------------------------------------------------------------------------------------

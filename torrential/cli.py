@@ -18,6 +18,7 @@ from torrential import completion, descriptors, processes, streams
 from torrential.errors import BY_THE_TASK, INTERRUPTS, BadInput, Terminated, TorrentialError
 from torrential.study import command as studies
 from torrential.terminal import Terminal, check_output, printable, printable_json
+from torrential.usercode import place_of, refuse_exit, telling_interrupts
 from torrential.version import __version__
 from torrential.worlds.local.launch import Launch
 
@@ -506,7 +507,8 @@ def _launching(local: bool = True, roles: int = 1) -> Iterator[Launch | None]:
         descriptors.check_descriptors(roles, early=True)  # before anything is started
     launch = Launch() if local else None
     try:
-        yield launch
+        with telling_interrupts():
+            yield launch
     finally:
         if launch is not None:
             launch.close()
@@ -561,8 +563,6 @@ def carry_out() -> int:
         _err.fail("\n".join([str(error), *getattr(error, "__notes__", ())]))
         code = error.exit_code
     except SystemExit as end:
-        from torrential.usercode import place_of, refuse_exit
-
         if place_of(end):
             refused = refuse_exit(end)
             _err.fail(str(refused))

@@ -32,6 +32,10 @@ class Terminated(BaseException):
     """SIGTERM as an exception, so that everything is cleaned up on the way out."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """SIGINT, where it must be told from a KeyboardInterrupt that the user's code raises (usercode.py)."""
+
+
 INTERRUPTS = (KeyboardInterrupt, Terminated)
 """What ends a program from outside. Anything else, BaseException or not, is the failure of the code that raised it."""
 

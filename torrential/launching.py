@@ -27,7 +27,7 @@ from torrential.run import TrainResult, display_of, execute
 from torrential.strategies.base import Strategy
 from torrential.strategies.registry import Given, Resolved, is_loadable, resolve_strategy
 from torrential.task import Task
-from torrential.usercode import refuse_exit, refuse_training
+from torrential.usercode import refuse_exit, refuse_training, telling_interrupts
 from torrential.userfiles import check_own
 from torrential.worlds.base import Job
 from torrential.worlds.local.launch import Launch
@@ -130,6 +130,7 @@ def resume_launch(directory: Path, launch: Launch, script: Script | None = None)
     return resume_run(directory, task, strategy, loop=loop)
 
 
+@telling_interrupts()
 def launch(
     script: Callable[[], Any] | str | os.PathLike[str],
     strategy: Given = "allreduce",

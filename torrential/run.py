@@ -28,7 +28,7 @@ from torrential.strategies.registry import is_loadable
 from torrential.task import Task, build_model
 from torrential.tasks import load_task
 from torrential.terminal import standard_error
-from torrential.usercode import refuse_exit, refuse_training
+from torrential.usercode import refuse_exit, refuse_training, telling_interrupts
 from torrential.worlds.base import Job, RunWatcher, World
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.sim.cluster import Cluster
@@ -101,6 +101,7 @@ class Audience:
         self._deliveries.close(failed=summary is None)
 
 
+@telling_interrupts()
 def train(
     task: Task | str,
     strategy: Strategy | type[Strategy] | str | None = None,

@@ -7,16 +7,18 @@ with calling("loss"):                  the task's loss raised ValueError: no tar
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NoReturn
 
-from torrential.errors import INTERRUPTS, BadInput, TaskFailed, TorrentialError
+from torrential.errors import INTERRUPTS, BadInput, Interrupted, TaskFailed, TorrentialError
 
 _loading: ContextVar[Path | None] = ContextVar("loading", default=None)  # the task file that is being imported
 _OURS = (f"{Path(__file__).parent}/", f"{sysconfig.get_path('stdlib')}/", "<")
@@ -41,7 +43,7 @@ class calling:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not isinstance(error, (TorrentialError, *INTERRUPTS)):
+        if error is not None and not isinstance(error, TorrentialError) and not is_interrupt(error):
             raise failed(f"{self._whose}'s {self._part} raised", error, self._made_by) from error
 
 
@@ -55,6 +57,34 @@ def failed(fact: str, error: BaseException, made_by: Callable[..., Any] | None =
     if trace := trace_of(error):
         failure.add_note(trace)
     return failure
+
+
+def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    """Handle SIGINT by an exception that no other code raises."""
+    raise Interrupted
+
+
+@contextlib.contextmanager
+def telling_interrupts() -> Iterator[None]:
+    """A block in which a KeyboardInterrupt of the user's code is told from SIGINT, unless the program handles that in a
+    way of its own."""
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an exception ends the program from outside. So does a KeyboardInterrupt, but where SIGINT is ignored or
+    raises Interrupted: there the user's code has raised it."""
+    if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted):
+        return signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, interrupt)
+    return isinstance(error, INTERRUPTS)
 
 
 @contextlib.contextmanager
@@ -118,6 +148,14 @@ def place_of(error: BaseException) -> str:
         return f"{error.filename}:{error.lineno}"
     frames = _frames(error)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def users_function() -> CodeType | None:
+    """The code of the innermost function of the user's that is being run, or of the file; None if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_code
 
 
 def trace_of(error: BaseException) -> str:

@@ -6,21 +6,22 @@ to processes that cannot import it.
 
 from __future__ import annotations
 
+import grp
 import hashlib
 import importlib.util
 import os
 import pwd
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
 
-from torrential.errors import INTERRUPTS, BadInput, TorrentialError
-from torrential.usercode import failed, loading, place_of
+from torrential.errors import BadInput, TorrentialError
+from torrential.usercode import failed, is_interrupt, loading, place_of
 
 FILE_MODULE = "torrential_file_"  # how the names of such modules begin
 _imported: dict[Path, tuple[tuple[int, int, int], ModuleType]] = {}  # with what told one version from another
@@ -78,12 +79,12 @@ def users_own(path: Path, function: Callable[..., Any], *args: Any) -> Any:
     try:
         with loading(path):
             return function(*args)
-    except (TorrentialError, *INTERRUPTS) as error:
-        if isinstance(error, BadInput):
-            place = place_of(error)
-            raise BadInput(f"{place and f'{place}: '}{error}") from error
-        raise
+    except BadInput as error:
+        place = place_of(error)
+        raise BadInput(f"{place and f'{place}: '}{error}") from error
     except BaseException as error:
+        if isinstance(error, TorrentialError) or is_interrupt(error):
+            raise
         raise failed(f"{path} cannot be loaded:", error) from error
 
 
@@ -92,18 +93,49 @@ def check_own(record: Path, spec: str, remedy: str) -> None:
 
     The record names a task or a strategy, and loading it may run a file. So nobody else may have written the record, or
     be able to write to it, its directory, the file, or the file's directory, which it imports from; the last two may
-    belong to root.
+    belong to root. Nor may anybody else be able to put others in their places, from a directory above them.
     """
     file = Path(split_spec(spec)[0])
-    run = [file, file.resolve().parent] if file.is_file() else []
-    for path in (record.parent, record, *run):
-        status = path.stat()
-        allowed = (os.geteuid(), 0) if path in run else (os.geteuid(),)
-        why = f"the Python file that {record.name} names would be run; {remedy}"
-        if status.st_uid not in allowed:
-            raise BadInput(f"{path} is not yours (owner: {_user(status.st_uid)}), and {why}")
-        if status.st_mode & stat.S_IWOTH:
-            raise BadInput(f"everybody can write to {path} (mode: {stat.S_IMODE(status.st_mode):o}), and {why}")
+    found = [_objection(path, path.stat(), (os.geteuid(),)) for path in (record.parent, record)]
+    if file.is_file():
+        found += [_objection(path, path.stat(), (os.geteuid(), 0)) for path in (file, file.resolve().parent)]
+        for path in (*_way_to(record.absolute()), *_way_to(file.absolute())):
+            found.append(_objection(path, path.lstat(), (os.geteuid(), 0), above=True))
+    for objection in filter(None, found):
+        raise BadInput(f"{objection}, and the Python file that {record.name} names would be run; {remedy}")
+
+
+def _way_to(path: Path) -> Iterator[Path]:
+    """A path and all that is above it, and where links among them lead."""
+    for each in (path, *path.parents):
+        yield each
+        if each.is_symlink():
+            yield from _way_to(each.parent / each.readlink())
+
+
+def _objection(path: Path, status: os.stat_result, owners: Sequence[int], above: bool = False) -> str | None:
+    """Why somebody else may have changed a file, a directory or a link, or what is in it; None: nobody may. `above`: a
+    directory in which only the entry on the way matters, which a sticky bit protects."""
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid not in owners:
+        return f"{path} is not yours (owner: {_user(status.st_uid)})"
+    if stat.S_ISLNK(status.st_mode) or (above and mode & stat.S_ISVTX):
+        return None
+    if mode & stat.S_IWOTH:
+        return f"everybody can write to {path} (mode: {mode:o})"
+    if mode & stat.S_IWGRP and (group := _shared_group(status.st_gid)):
+        return f"the group {group} can write to {path} (mode: {mode:o})"
+    return None
+
+
+def _shared_group(number: int) -> str | None:
+    """The name of a group that somebody else is in besides the caller and root, or that nobody knows the members of."""
+    try:
+        group = grp.getgrgid(number)
+    except KeyError:
+        return str(number)
+    members = {*group.gr_mem, *(user.pw_name for user in pwd.getpwall() if user.pw_gid == number)}
+    return group.gr_name if members - {_user(os.geteuid()), _user(0)} else None
 
 
 def _user(number: int) -> str:

@@ -50,6 +50,7 @@ class LoopReplica(ModelReplica):
         self._mine: set[int] = set()  # entries that the step is of
         self._stashed: list[Tensor | None] | None = None  # what the script had in `grad`, while a step is taken
         self._weight = self._applied = 1.0  # of the gradient, and as far as `grad` has been multiplied by it
+        self._memory: list[int] = []  # where the parameters lie
         self._loss = 0.0
         self._waits_for_more = False  # the script goes on with another batch before it takes a step
 
@@ -109,6 +110,7 @@ class LoopReplica(ModelReplica):
         handed, summed = self._data.repeated, list[Tensor | None]()
         self._applied, self._waits_for_more, self.clip_norm = 1.0, False, None if not handed else self.clip_norm
         self._weight = batches[-1].weight
+        self._memory = self._memory or self.memory()
         while True:
             wish = turns.awaited()
             if isinstance(wish, AtEnd):
@@ -167,6 +169,7 @@ class LoopReplica(ModelReplica):
             raise RunFailed(
                 "the optimizer has a parameter that was not trained when the loop began; set requires_grad before"
             )
+        self.check_memory(self._memory)
         self._mine = self._members[wish.optimizer]
 
     # -- weights --------------------------------------------------------------------------------------------------

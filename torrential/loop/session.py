@@ -13,7 +13,9 @@ trial, up to its first batch, and then in every worker.
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -23,14 +25,14 @@ from torch.utils.data import DataLoader
 
 from torrential.config import NO_LIMIT, RunConfig
 from torrential.data.deal import Batch
-from torrential.errors import BadInput
+from torrential.errors import BadInput, RunFailed
 from torrential.loop.blueprint import Blueprint, describe_model, join_models, load_first_values
 from torrential.loop.context import LoopContext
 from torrential.loop.loader import DealtLoader, check_loader, shuffles
 from torrential.loop.optimizer import BackwardLosses, replace_step, spec_of_all
 from torrential.loop.turns import AtEnd, NextBatch, Place, TakeStep, Turns
 from torrential.randomness import TRAINING, seed_all
-from torrential.usercode import refuse_joining
+from torrential.usercode import place_of, refuse_joining, users_function
 
 _current: ScriptRun | None = None  # of a process that a launch has started
 
@@ -216,6 +218,7 @@ class WorkerRun(ScriptRun):
         self._stop, self._reaches = stop, reaches
         self._dealt: DealtLoader | None = None
         self._news = False  # whether there was a batch since the last report
+        self._open: dict[str, CodeType | None] = {}  # functions of the script in whose loops over these it is
         self.turns = Turns(self._program)
         self.context: LoopContext | None = None
 
@@ -267,6 +270,7 @@ class WorkerRun(ScriptRun):
     def _next(self, epoch: int) -> Batch | None:
         batch: Batch | None = self.turns.ask(NextBatch(epoch))
         self._news |= batch is not None
+        self._open["batches"] = None if batch is None else users_function()
         if batch is not None:
             device = torch.device(self._blueprint.device)
             seed_all(device, self._config.seed, TRAINING, batch.epoch, batch.first)  # as a run of a task draws
@@ -283,8 +287,10 @@ class WorkerRun(ScriptRun):
         limit = self._config.epochs
         for epoch in range(self.epoch, count if limit >= NO_LIMIT else limit):
             if self._is_over():
-                return
+                break
+            self._open["epochs"] = users_function()
             yield epoch
+        self._open["epochs"] = None
 
     def _is_over(self) -> bool:
         """Whether the run has no more batches for this script."""
@@ -315,6 +321,18 @@ class WorkerRun(ScriptRun):
         self.context.replica.clip_norm = float(max_norm)
         present = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(present)
+
+    def left(self, end: SystemExit) -> RunFailed | None:
+        """The failure of a script that has called sys.exit with an error, or in a loop over batches or epochs of which
+        there were more; None if it was done: sys.exit(main()) is well once main has returned."""
+        context, place = self.context, place_of(end)
+        running = {frame.f_code for frame, _ in traceback.walk_tb(end.__traceback__)}
+        amid = context is not None and not self._is_over() and running & set(self._open.values())
+        if end.code in (None, 0) and not amid:
+            return None
+        at = "" if context is None else f" at step {context.progress.step + 1}"
+        remedy = ", before its loop was done; leave the loop with break, or raise an error" if amid else ""
+        return RunFailed(f"worker {self.rank} called sys.exit({end.code!r}){at}{place and f' ({place})'}{remedy}")
 
     def end(self) -> None:
         """The script has come to its end; returns when the run has."""

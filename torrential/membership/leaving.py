@@ -17,6 +17,8 @@ from torrential.membership.observer import ObserverBacklog
 from torrential.membership.roll import Member, Roll
 from torrential.membership.views import Views
 
+ASKED_SECONDS = 2.0  # in which a process is started, and before which nobody is to blame that it was not
+
 
 class Leaving:
     def __init__(self, roll: Roll, generations: Generations, views: Views, observing: ObserverBacklog) -> None:
@@ -51,6 +53,10 @@ class Leaving:
         if able:
             return self._ask(roll.workers[able[0]])
         self.dismissed = True
+        for member in roll.starting.values():
+            if not member.exists and member.quiet > ASKED_SECONDS:
+                silent = f"the process that starts workers did not answer for {member.quiet:.0f} s"
+                roll.note("warning", member.worker, f"{member.name} was not replaced: {silent}")
         for member in roll.everybody():
             roll.send(member, m.Dismissed())
         self._views.due = None  # nobody would read it

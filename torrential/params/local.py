@@ -18,7 +18,7 @@ from torrential.optimizers import OptimizerSpec
 from torrential.params.base import computing_device, dtype_name, is_elementwise
 from torrential.params.layout import Layout
 from torrential.params.optimizer_state import begin_momentum, restored, states_of
-from torrential.params.whole import form_of, in_order
+from torrential.params.whole import form_of, in_order, lies_in
 
 
 class LocalParameters:
@@ -57,8 +57,21 @@ class LocalParameters:
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self.clip_norm)
         self._rates.set(rate)
+        places = [] if self._form is None else [parameter.data for parameter in self._parameters]
         self._optimizer.step()
         self._rates.check()
+        for parameter, place in zip(self._parameters, places, strict=bool(places)):
+            if not lies_in(parameter, place):
+                self._move_back(parameter, place)
+
+    def _move_back(self, parameter: nn.Parameter, place: Tensor) -> None:
+        """Put a parameter that the optimizer has given new memory back into the old, of which the program may have a
+        view; what the optimizer keeps there is moved out of it."""
+        state = self._optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if torch.is_tensor(value) and value.data_ptr() == place.data_ptr():
+                state[key] = value.clone()
+        parameter.data = place.copy_(parameter.data)
 
     # -- members come and go: nothing is shared -----------------------------------------------------------------
     def wait_for_everybody(self) -> None:

@@ -108,6 +108,11 @@ def as_parameter(entry: ParameterEntry, tensor: Tensor) -> nn.Parameter:
     return parameter
 
 
+def lies_in(tensor: Tensor, place: Tensor) -> bool:
+    """Whether a tensor is in this very memory, in the same order."""
+    return tensor.data_ptr() == place.data_ptr() and tensor.stride() == place.stride()
+
+
 class _Trial:
     """An optimizer on small tensors that stand for some of the model's, which begin alike in every trial."""
 

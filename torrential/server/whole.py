@@ -5,8 +5,9 @@ elements alike.
     optimizer        c    b  a                  sees tensors of the model's shapes in the model's order
 
 State is the optimizer's own business: it is made when the optimizer makes it, and moves into the store after the step
-in which it appears, so that replicas, copies and checkpoints find it there. An optimizer sees the tensors of its range
-only; one whose steps depend on more is not cut at all.
+in which it appears, so that replicas, copies and checkpoints find it there; and so does a parameter that it has given
+new memory (`p.data = ...`). An optimizer sees the tensors of its range only; one whose steps depend on more is not cut
+at all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torrential.errors import RunFailed
 from torrential.optim.outside import Outside
 from torrential.optim.rates import Rates
 from torrential.params.layout import ParameterEntry
-from torrential.params.whole import as_parameter, in_order
+from torrential.params.whole import as_parameter, in_order, lies_in
 from torrential.server.messages import Span
 from torrential.server.optimizer import RangeOptimizer, Scalars, Store
 
@@ -42,7 +43,8 @@ class WholeOptimizer:
         self._store, self._form = store, store.form
         self._entries = [e for e in in_order(store.layout) if start <= e.start < stop]
         assert all(entry.stop <= stop for entry in self._entries)
-        self._parameters = [as_parameter(e, e.view(store.parameters)) for e in self._entries]
+        self._places = [e.view(store.parameters) for e in self._entries]
+        self._parameters = [as_parameter(e, place) for e, place in zip(self._entries, self._places, strict=True)]
         self._optimizer: torch.optim.Optimizer | None = None  # there is nothing to step on, or only its size
         if self._entries and not store.parameters.is_meta:
             names = [entry.name for entry in self._entries]
@@ -62,7 +64,9 @@ class WholeOptimizer:
         return state
 
     def _keep(self) -> None:
-        """Have the store hold what the optimizer keeps for each element, wherever that has made new tensors for it."""
+        """Have the store hold the parameters, and what the optimizer keeps for each element, wherever that has made new
+        tensors for them. All are copied before any is moved: the new tensor of one may be the place of another."""
+        moved: list[tuple[Tensor, Tensor]] = []
         for entry, state in self._begun():
             unknown = state.keys() - self._form.numbers.keys() - {*self._form.elements[entry.index]}
             if unknown:
@@ -77,8 +81,15 @@ class WholeOptimizer:
                         "smaller one; use another optimizer, or --strategy allreduce"
                     )
                 place = entry.view(self._store.states[name])
-                if state[name].data_ptr() != place.data_ptr() or state[name].stride() != place.stride():
-                    state[name] = place.copy_(state[name])
+                if not lies_in(state[name], place):
+                    moved.append((place, state[name].clone()))
+                    state[name] = place
+        for parameter, place in zip(self._parameters, self._places, strict=True):
+            if not lies_in(parameter, place):
+                moved.append((place, parameter.data.clone()))
+                parameter.data = place
+        for place, value in moved:
+            place.copy_(value)
 
     def _begun(self) -> list[tuple[ParameterEntry, dict[str, Any]]]:
         """Entries that the optimizer keeps something for, or has made a step of; with what it keeps."""

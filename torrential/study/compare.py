@@ -25,13 +25,14 @@ from torrential.study.runner import Train
 from torrential.study.watch import StudyProgress
 from torrential.task import Task
 from torrential.terminal import Terminal, standard_error
-from torrential.usercode import refuse_exit, refuse_training
+from torrential.usercode import refuse_exit, refuse_training, telling_interrupts
 from torrential.userfiles import absolute_spec
 from torrential.worlds.sim.cluster import Cluster
 
 AnyCluster = str | os.PathLike[str] | dict[str, Any] | Cluster
 
 
+@telling_interrupts()
 def compare(
     task: Task | str,
     strategies: Sequence[Given],

@@ -16,6 +16,7 @@ from torrential.config import RunConfig
 from torrential.data.deal import Batch
 from torrential.data.loaders import Loaders
 from torrential.data.resize import Resize
+from torrential.errors import RunFailed
 from torrential.optim.recipe import adapt_model, adapt_optimizer
 from torrential.optimizers import OptimizerSpec
 from torrential.params.base import CommonParameters, Parameters, choose, flat_gradient
@@ -163,6 +164,24 @@ class ModelReplica:
         """Whether the model's parameters are copies of the vector, not views."""
         return self._device.type not in ("cpu", "meta")
 
+    def memory(self) -> list[int]:
+        """Where the model's parameters lie, if it is memory that steps change and that is not the model's alone."""
+        common = self.parameters is not None and not self.parameters.private
+        return (
+            [p.data_ptr() for p in self._parameters] if common or (self._vector is not None and not self._apart) else []
+        )
+
+    def check_memory(self, before: Sequence[int]) -> None:
+        """Raise RunFailed if the user's code has given a parameter other memory than `before`: no step reaches that."""
+        if before and self.memory() != before:
+            moved = next(
+                e.name for e, old, new in zip(self.layout.entries, before, self.memory(), strict=True) if old != new
+            )
+            raise RunFailed(
+                f"the parameter {moved} was given new memory (as by p.data = ...), where no step would change it; "
+                "change it in place: with torch.no_grad(): p.copy_(...)"
+            )
+
     def gradient(self) -> Tensor:
         if self._gradient is None:
             ((dtype, numel),) = self.layout.sizes.items()
@@ -187,10 +206,12 @@ class ModelReplica:
         self._load()
         for parameter in self._parameters:
             parameter.grad = None
+        memory = self.memory()
         watch = None if ready is None else self._begin_watch(ready, max(1, len(batches)))
         samples = sum(len(batch) for batch in batches)
         work = GradientWork(self._of_task, self._portions(batches), watch)
         numbers = self._comm.compute(samples, (lambda: self._no_work(watch, batches)) if self._dry else work)
+        self.check_memory(memory)
         means = Means()
         for portion, batch in zip(numbers, batches, strict=True):
             means.add(portion, len(batch))

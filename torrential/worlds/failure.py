@@ -13,9 +13,9 @@ from typing import Literal
 
 import msgspec
 
-from torrential.errors import INTERRUPTS, Diverged, RunFailed, TaskFailed, TorrentialError, WorkerFailed
+from torrential.errors import Diverged, RunFailed, TaskFailed, TorrentialError, WorkerFailed
 from torrential.records import MANIFEST, read_manifest
-from torrential.usercode import in_words, place_of, trace_of
+from torrential.usercode import in_words, is_interrupt, place_of, trace_of
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -63,9 +63,9 @@ def attributed(role: str, directory: Path) -> Iterator[None]:
     """Attribute whatever is raised in this block to a role."""
     try:
         yield
-    except INTERRUPTS:
-        raise
     except BaseException as error:  # user code may raise anything
+        if is_interrupt(error):
+            raise
         raise failed(role, describe(error), directory) from error
 
 

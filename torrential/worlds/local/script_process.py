@@ -11,7 +11,7 @@ import torch
 
 from torrential import shipping
 from torrential.config import RunConfig
-from torrential.errors import INTERRUPTS, BadInput, TorrentialError
+from torrential.errors import BadInput, TorrentialError
 from torrential.loop import script as scripts
 from torrential.loop import session
 from torrential.loop.blueprint import OwnLoop, Script
@@ -68,8 +68,8 @@ def play_script(
     try:
         scripts.play(loop.script)
     except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
+        if (failure := run.left(end)) is not None:
+            raise failure from end
     run.end()
 
 
@@ -90,8 +90,6 @@ def try_script(spawn: Spawn) -> int:
     seed_all(torch.device("cpu"), seed, 0)
     try:
         found: object = _prepared(script, workers)
-    except INTERRUPTS:
-        raise
     except TorrentialError as error:
         found = error
     except BaseException as error:  # a script may raise anything

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from torrential.comm.protocol import OBSERVER
-from torrential.errors import INTERRUPTS
 from torrential.membership.messages import OwnStates
 from torrential.membership.roles import Who
 from torrential.records import Evaluation, Record
 from torrential.trainer.observer import Observer
 from torrential.trainer.snapshot import Snapshot
+from torrential.usercode import is_interrupt
 from torrential.worlds.observing import Observing, SnapshotTaken, Vectors
 from torrential.worlds.sim.group import SimMembership
 
@@ -36,17 +36,17 @@ class SimObserving(Observing):
         try:
             self.hear(message, tensors)
             self.work()
-        except INTERRUPTS:
-            raise
         except BaseException as error:  # user code may raise anything
+            if is_interrupt(error):
+                raise
             self._fail(error)
 
     def end(self) -> None:
         try:
             self.close()
-        except INTERRUPTS:
-            raise
         except BaseException as error:  # user code may raise anything
+            if is_interrupt(error):
+                raise
             self._fail(error)
 
     def tell(self, message: Any) -> None:

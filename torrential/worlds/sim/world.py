@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torrential.comm.protocol import SERVERS, role_name, role_of
-from torrential.errors import INTERRUPTS, RunFailed
+from torrential.errors import RunFailed
 from torrential.membership.machine import Membership
 from torrential.membership.messages import Filled, Ready
 from torrential.membership.roles import Who
@@ -25,6 +25,7 @@ from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
 from torrential.trainer.observer import Observer
 from torrential.trainer.server_plan import ServerPlan
+from torrential.usercode import is_interrupt
 from torrential.worlds.base import RETURNED, Job, RunWatcher, going_on_from
 from torrential.worlds.failure import attributed, describe, failed, going_on
 from torrential.worlds.population import population
@@ -184,7 +185,7 @@ class _Simulation:
         if not self._kernel.failures:
             return
         role, error = self._kernel.failures[0]
-        if isinstance(error, INTERRUPTS):  # it came while this role was at work
+        if is_interrupt(error):  # it came while this role was at work
             raise error
         step = self._contexts[role].step + 1 if role in self._contexts else None
         raise failed(role, describe(error, step), self._job.directory) from error
