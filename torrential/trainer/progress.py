@@ -43,7 +43,7 @@ class TrainingProgress:
             self.step, self.samples, self.epoch = checkpoint.step, checkpoint.samples, checkpoint.epoch
         data.enough = lambda: config.steps is not None and self.step >= config.steps
         self.stopped = self._over = False
-        self._ends_epoch = checkpoint is not None
+        self._ended_epoch = False
         self.loss, self.time = math.nan, 0.0
         self.figures: dict[str, float] = {}  # of this role's last backward, besides the loss
         self._last_rate = config.lr
@@ -92,9 +92,10 @@ class TrainingProgress:
         """A joined batch is done with."""
         self.step += 1
         self.samples += samples
+        before = self._data.deal.epoch
         self._data.deal.advance(samples)
-        self._ends_epoch = self._data.deal.epoch > self.epoch
         self.epoch = self._data.deal.epoch
+        self._ended_epoch = self.epoch > before
         self.loss, self.time = loss, self._comm.now()
         if self.recorder.due(self.time) or self.finished():
             self._record()
@@ -142,7 +143,9 @@ class TrainingProgress:
         every = self._config.settings.evaluate_every
         if self.finished():
             return True
-        return self._ends_epoch if every is None else self.step % every == 0
+        if every is not None:
+            return self.step % every == 0
+        return self._data.deal.cursor == 0 or self._ended_epoch  # a coordinator's step may end amid one
 
     def _record(self) -> None:
         place = {"step": self.step, "epoch": self.epoch, "samples": self.samples}
