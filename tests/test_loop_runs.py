@@ -158,6 +158,8 @@ STEP = "    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
     [
         ("print('nothing')", BadInput, "never calls tt.join"),
         (HEAD, BadInput, "ended without a batch or step"),
+        (PREPARED + "for x, _ in loader: pass", BadInput, r"never called optimizer.step\(\)"),
+        (PREPARED + "for x, _ in loader: model(x).mean().backward()", RunFailed, r"never called optimizer.step\(\)"),
         (HEAD + "run.prepare(model, model)", BadInput, "the model Linear was prepared already"),
         (HEAD + "run.prepare(3)", BadInput, r"given: a int"),
         (HEAD + "raise KeyError('x')", BadInput, r"script.py raised KeyError: 'x' \(.*script.py:14\)"),
@@ -204,7 +206,7 @@ def test_what_no_script_can_be_run_with_is_refused(tmp_path):
         ({"warmup": 1}, "warmup is for tasks"),
     ):
         with pytest.raises(BadInput, match=said):
-            launch(tmp_path, PREPARED + "for x, _ in loader: pass", **options)
+            launch(tmp_path, PREPARED + "for x, _ in loader:\n" + STEP, **options)
     with pytest.raises(BadInput, match="there is no script"):
         tt.launch(tmp_path / "gone.py")
 

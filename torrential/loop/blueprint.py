@@ -56,6 +56,7 @@ class Blueprint:
     drop_last: bool
     epochs: int | None  # as run.epochs() was told; None: the script alone knows
     device: str
+    keeps_place: bool = False  # whether the script asks for the epoch to go on with
 
     def samples(self, joined: int) -> int:
         """Samples of an epoch, where all workers together take `joined` in a step."""

@@ -19,7 +19,7 @@ from torrential.loop.turns import TakeStep, Turns
 from torrential.optim.schedule import Schedule
 from torrential.records import Evaluation
 from torrential.trainer.context import RoleContext
-from torrential.trainer.rounds import ScriptEnded
+from torrential.trainer.rounds import StepDropped
 
 
 class LoopContext(RoleContext):
@@ -91,7 +91,7 @@ class LoopContext(RoleContext):
         """Run the strategy's program to its end, which is that of the script."""
         try:
             program(self)
-        except ScriptEnded:
+        except StepDropped:
             self.leave()
 
     def report(self, value: float, loss: float | None) -> Evaluation:

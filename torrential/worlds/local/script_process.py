@@ -115,4 +115,6 @@ def _prepared(script: Script, workers: int) -> object:
             raise BadInput(f"{script.name} ended with sys.exit({end.code!r}) before its first batch") from end
     if not trial.asked_for:
         raise BadInput(f"{script.name} never calls tt.join(); call it, and run.prepare, as docs/loops.md shows")
+    if trial.looked:
+        raise BadInput(session.NO_STEP)
     raise BadInput(f"{script.name} ended without a batch or step; iterate over the prepared loader")
