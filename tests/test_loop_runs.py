@@ -150,6 +150,39 @@ def test_a_target_stops_all_workers_and_the_script_goes_on_to_its_end(tmp_path):
     assert result.summary.steps < 40
 
 
+LATE = (
+    PREPARED
+    + """
+home = Path(sys.argv[1])
+for epoch in run.epochs(3):
+    if run.rank == 0 and epoch == 0 and (home / "run").exists():  # not in the trial
+        while not (home / "done").exists(): time.sleep(0.01)
+    for x, _ in loader:
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    run.report(progress=epoch)
+(home / "done").touch()
+"""
+)
+
+
+def test_reports_are_on_record_though_the_first_worker_has_no_batch(tmp_path):
+    result = launch(
+        tmp_path, LATE.replace("import os", "import os, time"), "downpour", target=2.0, args=[str(tmp_path)]
+    )
+    found = [(e.value, e.loss) for e in result.history if isinstance(e, Evaluation)]
+    assert found == [(0.0, None), (1.0, None), (2.0, None)] and result.summary.reached
+    assert [e.event for e in result.history if isinstance(e, Event)] == ["target_reached"]
+
+
+def test_of_several_reports_of_an_epoch_the_first_is_on_record(tmp_path):
+    source = (
+        PREPARED + "for epoch in run.epochs(3):\n    for x, _ in loader:\n    " + STEP.replace("\n    ", "\n        ")
+    )
+    result = launch(tmp_path, source + "    run.report(progress=epoch, loss=7.0)\n", "bsp")
+    assert [(e.value, e.loss) for e in result.history if isinstance(e, Evaluation)] == [(0, 7), (1, 7), (2, 7)]
+
+
 STEP = "    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
 
 
@@ -181,6 +214,11 @@ STEP = "    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
             PREPARED + "for n, (x, _) in enumerate(loader):\n    if run.rank and n == 3: continue\n" + STEP,
             RunFailed,
             "scripts of workers differ at step 4: worker 0 took 1 batch .* worker 1 took 2 batches",
+        ),
+        (
+            PREPARED + "for x, _ in loader:\n    if run.rank: optimizer.param_groups[0]['lr'] = 0.0\n" + STEP,
+            RunFailed,
+            r"differ at step 1: an option of the optimizer \(lr, say\) is 0.05 on worker 0 and 0 on worker 1",
         ),
         (
             PREPARED + "for n, (x, _) in enumerate(loader):\n" + STEP + "    if run.rank and n == 3: break",

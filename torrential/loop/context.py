@@ -94,20 +94,18 @@ class LoopContext(RoleContext):
         except StepDropped:
             self.leave()
 
-    def report(self, value: float, loss: float | None) -> Evaluation:
-        """Put an evaluation on record."""
+    def evaluation(self, value: float, loss: float | None) -> Evaluation:
+        """What the script reports, and where in the run it does."""
         progress = self.progress
-        evaluation = Evaluation(
+        return Evaluation(
             split="validation",
             step=progress.step,
             epoch=progress.epoch,
             samples=progress.samples,
             time=self.comm.now(),
             value=value,
-            loss=progress.loss if loss is None else loss,
+            loss=loss,
         )
-        self.outlet.record(evaluation)
-        return evaluation
 
 
 class _SavedGroups:

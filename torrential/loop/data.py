@@ -130,6 +130,9 @@ class LoopData(TrainingData):
         places = {rank: int(row[1]) for rank, row in rows.items() if rank in self.deal.roster}
         if len({*places.values()}) > 1:
             raise self._differ("; ".join(f"worker {r} is in epoch {place}" for r, place in sorted(places.items())))
+        other = next((rank for rank, row in said.items() if row[2:] != [clip, *rates]), None)
+        if other is not None:
+            raise self._set_apart(min(said), [clip, *rates], other, said[other][2:])
         self.deal.leave_before(int(epoch))  # where this member has come in the meantime
         self.deal.agree(int(first) // OPTIMIZERS, self._comm.members)
         self.use(rates, None if math.isinf(clip) else clip)
@@ -140,6 +143,15 @@ class LoopData(TrainingData):
             for rank, (batches, number) in sorted(said.items())
         ]
         return self._differ("; ".join(did))
+
+    def _set_apart(self, rank: int, mine: Sequence[float], other: int, others: Sequence[float]) -> RunFailed:
+        """`mine`: where a worker clips, and the options of its optimizers' groups."""
+        one, two = next((a, b) for a, b in zip(mine, others, strict=True) if a != b)
+        what = "run.clip_grad_norm_ clips at" if mine[0] != others[0] else "an option of the optimizer (lr, say) is"
+        return RunFailed(
+            f"the scripts of workers differ at step {self.progress.step + 1}: {what} {one:g} on worker {rank} and "
+            f"{two:g} on worker {other}; set it from what all have alike, and prepare schedulers with run.prepare"
+        )
 
     def _differ(self, what: str) -> RunFailed:
         return RunFailed(

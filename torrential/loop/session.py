@@ -13,6 +13,7 @@ trial, up to its first batch, and then in every worker.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -30,8 +31,10 @@ from torrential.loop.loader import DealtLoader, check_loader, one_part, order_of
 from torrential.loop.optimizer import BackwardLosses, replace_step, spec_of_all
 from torrential.loop.turns import AtEnd, BeginPass, NextBatch, Place, TakeStep, Turns
 from torrential.randomness import TRAINING, seed_all
+from torrential.records import Evaluation
 from torrential.usercode import refuse_joining
 
+MOST_REPORTS = 1_000_000_000  # more than a script makes in an epoch
 NO_STEP = "the script has never called optimizer.step(); call it after loss.backward()"
 _current: ScriptRun | None = None  # of a process that a launch has started
 
@@ -230,16 +233,16 @@ class WorkerRun(ScriptRun):
         rank: int,
         start: Callable[[WorkerRun], LoopContext],
         play: Callable[[LoopContext], None],
-        stop: Callable[[], None],
-        reaches: Callable[[float], bool],
+        note: Callable[[Evaluation, int], None],
     ) -> None:
-        """`start` makes the context of the strategy's program, `play` runs the program; `stop` has all workers stop,
-        and `reaches` says whether a reported value is as good as the target."""
+        """`start` makes the context of the strategy's program, `play` runs the program; `note` puts a report on record,
+        of several with one number the first."""
         super().__init__()
         self.rank, self.workers = rank, config.workers
         self.losses = BackwardLosses()
         self._blueprint, self._config, self._start, self._play = blueprint, config, start, play
-        self._stop, self._reaches = stop, reaches
+        self._note = note
+        self._reports = Counter[int]()  # by epoch
         self._dealt: DealtLoader | None = None
         self._steps = 0  # that the script has asked for
         self._news = False  # whether there was one since the last report
@@ -366,14 +369,21 @@ class WorkerRun(ScriptRun):
             self._place()
         if self.context is None or (self._dealt is not None and self._dealt.replaying):
             return
-        if self._is_over() and not self._news:
-            return  # of an epoch that had no batches, because the run was stopped
-        self._news = False
-        workers = self.context.comm.view.workers
-        if workers and self.rank == workers[0]:
-            self.context.report(value, loss)
-            if self._reaches(value):
-                self._stop()
+        begun = self._dealt is not None and self._dealt.newest is not None
+        served, workers = self.context.servers is not None, self.context.comm.view.workers
+        if not self._news and (self._is_over() or (served and begun)):
+            return  # of an epoch without a step: the run was stopped, or others have trained on all of it
+        first = bool(workers) and self.rank == workers[0]
+        self._news, number = False, self._number_of_report()
+        if first or (served and begun):  # the members of a group are alike
+            self._note(self.context.evaluation(value, loss), number)
+
+    def _number_of_report(self) -> int:
+        """The same for what several workers report of one epoch."""
+        newest = None if self._dealt is None else self._dealt.newest
+        epoch = -1 if newest is None else newest.epoch
+        self._reports[epoch] += 1
+        return (epoch + 1) * MOST_REPORTS + self._reports[epoch]
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         if self.context is None:

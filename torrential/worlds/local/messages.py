@@ -48,6 +48,7 @@ class BufferWanted(MemberMessage, frozen=True):
 
 class Recorded(MemberMessage, frozen=True):
     record: Step | Evaluation | Event
+    report: int = 0  # of a script: the first with a number counts
 
 
 class Failed(MemberMessage, frozen=True):

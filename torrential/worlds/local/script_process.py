@@ -57,8 +57,7 @@ def play_script(
         rank,
         start=build,  # type: ignore[arg-type]
         play=lambda context: context.play(program),
-        stop=lambda: link.send(m.Stop()),
-        reaches=lambda value: job.task.reaches(config.target, value),
+        note=lambda evaluation, number: link.send(m.Recorded(evaluation, number)),
     )
     if rank or not loop.prints:
         print_to(job.directory / f"worker-{rank}.log")
