@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 import torrential as tt
 from torrential.errors import RunFailed, WorkerFailed
-from torrential.records import Evaluation
+from torrential.records import Evaluation, Event
 
 HEAD = """
-import sys, torch
+import sys, time, torch
 from pathlib import Path
 from torch import nn
 from torch.nn import functional as F
@@ -25,6 +25,8 @@ inputs = torch.randn(96, 5)
 model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
 loader = DataLoader(TensorDataset(inputs), batch_size=int(sys.argv[1]))
+def wait_for_checkpoint():
+    while not (Path(sys.argv[2]) / "cut/checkpoints/step-00000006").exists(): time.sleep(0.01)
 def note(seen):
     with (Path(sys.argv[2]) / f"seen-{run.rank}").open("a") as file:
         print(seen, file=file)
@@ -102,7 +104,7 @@ def test_a_pass_is_one_epoch_as_in_the_plain_script(tmp_path, monkeypatch, strat
 
 
 def test_a_broken_epoch_is_over_in_a_resumed_run_too(tmp_path):
-    stop = "if (Path(sys.argv[2]) / 'stop').exists() and epoch == 2: raise KeyError('stopped')"
+    stop = "if (Path(sys.argv[2]) / 'stop').exists() and epoch == 2: wait_for_checkpoint(); raise KeyError('stopped')"
     text = HEAD + LOOP.format(**(NOTHING | {"before": stop, "after": "if i == 2: break"}))
     text = text.replace("batch_size=int(sys.argv[1])", "batch_size=int(sys.argv[1]), shuffle=True").replace(
         "\nfor epoch", "\n" + PEEK + "for epoch"
@@ -116,6 +118,7 @@ def test_a_broken_epoch_is_over_in_a_resumed_run_too(tmp_path):
     resumed = tt.launch(tmp_path / "script.py", args=args, resume=tmp_path / "cut", progress=False)
     one, other = (load_file(r.out / "checkpoints/step-00000009/model.safetensors") for r in (whole, resumed))
     assert all(torch.equal(one[name], other[name]) for name in one)
+    assert [e.step for e in resumed.history if isinstance(e, Event) and e.event == "resumed"] == [6]
     counts = Counter(record.step for record in resumed.history if isinstance(record, Evaluation))
     assert counts == {3: 1, 6: 1, 9: 1}
 

@@ -183,6 +183,26 @@ def test_of_several_reports_of_an_epoch_the_first_is_on_record(tmp_path):
     assert [(e.value, e.loss) for e in result.history if isinstance(e, Evaluation)] == [(0, 7), (1, 7), (2, 7)]
 
 
+def test_a_script_may_end_the_run_and_a_resumed_one_goes_further(tmp_path):
+    source = PREPARED + (
+        "for epoch in run.epochs(2):\n"
+        "    for x, _ in loader:\n"
+        "        model(x).pow(2).mean().backward()\n"
+        "        optimizer.step()\n"
+        "    if run.rank == 1 and epoch == 1 and sys.argv[1:]: run.stop()\n"
+    )
+    result = launch(tmp_path, source)
+    assert result.summary.samples == 2 * 61
+    with pytest.raises(BadInput, match="no forward pass; load them into a model"):
+        result.model(torch.ones(1, 4))
+    further = tt.launch(tmp_path / "script.py", resume=tmp_path / "run", epochs=3, progress=False)
+    assert further.summary.samples == 3 * 61
+    stopped = launch(tmp_path, source, out=tmp_path / "stopped", epochs=50, args=["stop"])
+    assert 2 * 61 < stopped.summary.samples <= 3 * 61
+    events = [e.detail for e in stopped.history if isinstance(e, Event) and e.event == "stopped"]
+    assert events == ["worker 1 has called run.stop()"]
+
+
 STEP = "    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,16 @@ class PreparedTensor:
     marks: Mapping[str, Any] | None = None  # attributes that the model has given a parameter
 
 
+class StandIn(nn.Module):
+    """Parameters and buffers of a script's models, without what the script computes with them."""
+
+    def forward(self, *args: Any, **options: Any) -> NoReturn:
+        raise BadInput(
+            "the model of a launched script has parameters and no forward pass; load them into a model of the script's "
+            "class, with model.load_state_dict(result.model.state_dict())"
+        )
+
+
 @dataclass(frozen=True)
 class Blueprint:
     """What a script had prepared when it came to its first batch."""
@@ -64,7 +74,7 @@ class Blueprint:
 
     def stand_in(self) -> nn.Module:
         """A module with the parameters and buffers that the script's models begin with, and no forward pass."""
-        root, made = nn.Module(), dict[str, Tensor]()
+        root, made = StandIn(), dict[str, Tensor]()
         for tensor in self.tensors:
             *path, leaf = tensor.name.split(".")
             module = root

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class ScriptRun:
         self.saved: dict[str, Any] = {}
         self.asked_for = False  # whether the script has called join
         self._metric: str | None = None
+        self._stopped = False
 
     @property
     def epoch(self) -> int:
@@ -62,7 +64,7 @@ class ScriptRun:
 
     def epochs(self, count: int) -> Iterable[int]:
         """The epochs that are left of so many."""
-        return range(self.epoch, count)
+        return takewhile(lambda epoch: not self._stopped, range(self.epoch, count))
 
     def prepare(self, *things: Any) -> Any:
         """The script's models, optimizers and loader, as they are used from now on, in the order they were given.
@@ -114,6 +116,10 @@ class ScriptRun:
 
     def _report(self, value: float, loss: float | None) -> None:
         """A plain loop keeps no records."""
+
+    def stop(self) -> None:
+        """Ask for the end of the run: `run.epochs` ends, in all workers at the same step where they step together."""
+        self._stopped = True
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Clip the gradient of the coming step, where gradients are summed their sum; returns this worker's norm."""
@@ -191,7 +197,7 @@ class TrialRun(ScriptRun):
 
     def blueprint(self) -> Blueprint:
         found = self._found or blueprint_of(self, None)
-        return dataclasses.replace(found, epochs=self._epochs, keeps_place=self._asked)
+        return dataclasses.replace(found, epochs=self._epochs, keeps_place=self._asked or self._epochs is not None)
 
 
 def blueprint_of(run: ScriptRun, epochs: int | None) -> Blueprint:
@@ -234,14 +240,15 @@ class WorkerRun(ScriptRun):
         start: Callable[[WorkerRun], LoopContext],
         play: Callable[[LoopContext], None],
         note: Callable[[Evaluation, int], None],
+        stop: Callable[[], None],
     ) -> None:
         """`start` makes the context of the strategy's program, `play` runs the program; `note` puts a report on record,
-        of several with one number the first."""
+        of several with one number the first; `stop` has all workers stop."""
         super().__init__()
         self.rank, self.workers = rank, config.workers
         self.losses = BackwardLosses()
         self._blueprint, self._config, self._start, self._play = blueprint, config, start, play
-        self._note = note
+        self._note, self._have_all_stop = note, stop
         self._reports = Counter[int]()  # by epoch
         self._dealt: DealtLoader | None = None
         self._steps = 0  # that the script has asked for
@@ -377,6 +384,9 @@ class WorkerRun(ScriptRun):
         self._news, number = False, self._number_of_report()
         if first or (served and begun):  # the members of a group are alike
             self._note(self.context.evaluation(value, loss), number)
+
+    def stop(self) -> None:
+        self._have_all_stop()
 
     def _number_of_report(self) -> int:
         """The same for what several workers report of one epoch."""

@@ -51,6 +51,10 @@ class Recorded(MemberMessage, frozen=True):
     report: int = 0  # of a script: the first with a number counts
 
 
+class StopAsked(MemberMessage, frozen=True):
+    """A script wants the run to end."""
+
+
 class Failed(MemberMessage, frozen=True):
     failure: Failure
 
@@ -75,7 +79,7 @@ class Noted(MemberMessage, frozen=True):
 
 FromChild = (
     Hello | BufferWanted | Stopped | Standing | Recorded | SnapshotTaken | OwnStates | SnapshotDone | Suspect | Overdue
-    | Relieved | Ready | Filled | Pong | Alive | Left | Delayed | Failed | Stop
+    | Relieved | Ready | Filled | Pong | Alive | Left | Delayed | Failed | Stop | StopAsked
 )  # fmt: skip
 ToChild = (
     Granted | BufferRefused | Regroup | AllStopped | Go | Roster | Stop | Gone | Back | Noted | Ping | Probe | Finish

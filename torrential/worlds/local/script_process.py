@@ -58,6 +58,7 @@ def play_script(
         start=build,  # type: ignore[arg-type]
         play=lambda context: context.play(program),
         note=lambda evaluation, number: link.send(m.Recorded(evaluation, number)),
+        stop=lambda: link.send(m.StopAsked()),
     )
     if rank or not loop.prints:
         print_to(job.directory / f"worker-{rank}.log")

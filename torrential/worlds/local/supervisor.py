@@ -106,6 +106,7 @@ class _Supervision:
         self._handlers: dict[type, Callable[[Process, Any], None]] = {
             m.BufferWanted: self._buffer,
             m.Recorded: self._recorded,
+            m.StopAsked: self._stop_asked,
             m.Failed: self._failed,
         }
 
@@ -211,6 +212,9 @@ class _Supervision:
             if isinstance(record, Step):
                 self._watcher.worker_state(record.worker, "training")
             self._write(record)
+
+    def _stop_asked(self, process: Process, message: m.StopAsked) -> None:
+        self._tell(partial(self._membership.stop, f"{process.name} has called run.stop()"))
 
     # -- processes ----------------------------------------------------------------------------------------------
     def _lost(self, process: Process, how: How) -> None:
