@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import torrential as tt
+from torrential.cli import app
 from torrential.errors import BadInput, RunFailed, WorkerFailed
 from torrential.records import Evaluation, Event
+from torrential.study.intervals import interval, unevenly_evaluated
+from torrential.study.read import read_study
 
 HEAD = """
 import os, signal, sys, torch
@@ -180,7 +184,21 @@ def test_of_several_reports_of_an_epoch_the_first_is_on_record(tmp_path):
         PREPARED + "for epoch in run.epochs(3):\n    for x, _ in loader:\n    " + STEP.replace("\n    ", "\n        ")
     )
     result = launch(tmp_path, source + "    run.report(progress=epoch, loss=7.0)\n", "bsp")
-    assert [(e.value, e.loss) for e in result.history if isinstance(e, Evaluation)] == [(0, 7), (1, 7), (2, 7)]
+    found = [(e.value, e.loss, e.epoch) for e in result.history if isinstance(e, Evaluation)]
+    assert found == [(0, 7, 1), (1, 7, 2), (2, 7, 3)]
+
+
+def test_a_script_is_compared_with_arguments_and_reports_of_its_own(tmp_path):
+    (tmp_path / "script.py").write_text(
+        PREPARED + "for n, (x, _) in enumerate(loader):\n" + STEP + "    run.report(progress=n * int(sys.argv[1]))\n"
+    )
+    asked = ["compare", str(tmp_path / "script.py"), "--strategies", "allreduce", "--target", "6", "--trials", "1"]
+    result = CliRunner().invoke(app, [*asked, "--workers", "1", "--out", str(tmp_path / "study"), "--", "3"])
+    assert result.exit_code == 0, result.output
+    study = read_study(tmp_path / "study")
+    assert [run.summary.reached for run in study.entries[0].runs] == [True]
+    assert unevenly_evaluated(study) == [] and interval(study) == "when the script reports"
+    assert [e.value for e in study.entries[0].runs[0].evaluations][:3] == [0, 3, 6]
 
 
 def test_a_script_may_end_the_run_and_a_resumed_one_goes_further(tmp_path):

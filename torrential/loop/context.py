@@ -94,13 +94,13 @@ class LoopContext(RoleContext):
         except StepDropped:
             self.leave()
 
-    def evaluation(self, value: float, loss: float | None) -> Evaluation:
-        """What the script reports, and where in the run it does."""
+    def evaluation(self, value: float, loss: float | None, epoch: int) -> Evaluation:
+        """What the script reports, and where in the run it does: after so many epochs."""
         progress = self.progress
         return Evaluation(
             split="validation",
             step=progress.step,
-            epoch=progress.epoch,
+            epoch=epoch,
             samples=progress.samples,
             time=self.comm.now(),
             value=value,

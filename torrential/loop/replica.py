@@ -50,7 +50,7 @@ class LoopReplica(ModelReplica):
         self._mine: set[int] = set()  # entries that the step is of
         self._stashed: list[Tensor | None] | None = None  # what the script had in `grad`, while a step is taken
         self._weight = self._applied = 1.0  # of the gradient, and as far as `grad` has been multiplied by it
-        self._loss = 0.0
+        self._loss = math.nan
         self._waits_for_more = False  # the script goes on with another batch before it takes a step
 
     def _placed(self, model: nn.Module) -> nn.Module:

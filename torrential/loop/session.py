@@ -28,7 +28,7 @@ from torrential.data.deal import Batch
 from torrential.errors import BadInput, RunFailed
 from torrential.loop.blueprint import Blueprint, describe_model, join_models, load_first_values
 from torrential.loop.context import LoopContext
-from torrential.loop.loader import DealtLoader, check_loader, one_part, order_of, shuffles
+from torrential.loop.loader import DealtLoader, Pass, check_loader, one_part, order_of, shuffles
 from torrential.loop.optimizer import BackwardLosses, replace_step, spec_of_all
 from torrential.loop.turns import AtEnd, BeginPass, NextBatch, Place, TakeStep, Turns
 from torrential.randomness import TRAINING, seed_all
@@ -376,21 +376,21 @@ class WorkerRun(ScriptRun):
             self._place()
         if self.context is None or (self._dealt is not None and self._dealt.replaying):
             return
-        begun = self._dealt is not None and self._dealt.newest is not None
+        newest = None if self._dealt is None else self._dealt.newest
+        begun, epochs = newest is not None, 0 if newest is None else newest.epoch + newest.ended
         served, workers = self.context.servers is not None, self.context.comm.view.workers
         if not self._news and (self._is_over() or (served and begun)):
             return  # of an epoch without a step: the run was stopped, or others have trained on all of it
         first = bool(workers) and self.rank == workers[0]
-        self._news, number = False, self._number_of_report()
+        self._news, number = False, self._number_of_report(newest)
         if first or (served and begun):  # the members of a group are alike
-            self._note(self.context.evaluation(value, loss), number)
+            self._note(self.context.evaluation(value, loss, epochs), number)
 
     def stop(self) -> None:
         self._have_all_stop()
 
-    def _number_of_report(self) -> int:
+    def _number_of_report(self, newest: Pass | None) -> int:
         """The same for what several workers report of one epoch."""
-        newest = None if self._dealt is None else self._dealt.newest
         epoch = -1 if newest is None else newest.epoch
         self._reports[epoch] += 1
         return (epoch + 1) * MOST_REPORTS + self._reports[epoch]

@@ -73,6 +73,8 @@ def observed(entry: Entry) -> float:
 
 
 def interval(study: Study) -> str:
+    if study.own_loop:
+        return "when the script reports"
     if study.interval is not None:
         return f"every {study.interval:,} samples"
     every = {run.config.get("settings", {}).get("evaluate_every") for entry in study.entries for run in entry.runs}
