@@ -140,6 +140,15 @@ def test_batches_that_gradients_were_computed_on_stay_part_of_the_step(tmp_path,
     assert (result.summary.steps, result.summary.samples) == (3, 192)
 
 
+def test_what_the_trial_computes_is_not_where_a_run_begins(tmp_path, monkeypatch):
+    """Without run.epochs the trial goes on to the first backward, and batch norm has seen a batch by then."""
+    text = HEAD.replace("nn.Tanh()", "nn.BatchNorm1d(8)") + LOOP.replace("run.epochs(3)", "range(3)").format(**NOTHING)
+    result, expected = launch(tmp_path, text, workers=1), trained_plainly(tmp_path, text, monkeypatch)
+    assert int(expected["1.num_batches_tracked"]) == 18 + 3
+    for key, value in result.model.state_dict().items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("strategy", "inside", "said"),
     [

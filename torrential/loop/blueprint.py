@@ -7,7 +7,7 @@ stand-in with those is a module that has everything but a forward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -88,6 +88,10 @@ class Blueprint:
             else:
                 module.register_buffer(leaf, value, persistent=tensor.kind != "passing")
         return root
+
+    def copied(self) -> Blueprint:
+        """The same with values of its own, which stay when the script goes on to compute with its models."""
+        return replace(self, tensors=tuple(replace(tensor, value=tensor.value.clone()) for tensor in self.tensors))
 
     def differs(self, other: Blueprint) -> str | None:
         """What another run of the script has prepared otherwise, in words; None: nothing."""

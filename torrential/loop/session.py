@@ -181,7 +181,7 @@ class TrialRun(ScriptRun):
 
     def _look(self) -> bool:
         """The script wants batches: before the loop over epochs, to look at them."""
-        self._found = self._found or blueprint_of(self, None)
+        self._found = self._found or blueprint_of(self, None).copied()
         if self._epochs is not None or self._asked:
             self._end()
         BackwardLosses(self._end).listen()
