@@ -121,6 +121,8 @@ def test_a_broken_epoch_is_over_in_a_resumed_run_too(tmp_path):
     assert [e.step for e in resumed.history if isinstance(e, Event) and e.event == "resumed"] == [6]
     counts = Counter(record.step for record in resumed.history if isinstance(record, Evaluation))
     assert counts == {3: 1, 6: 1, 9: 1}
+    further = tt.launch(tmp_path / "script.py", args=args, resume=tmp_path / "cut", epochs=4, progress=False)
+    assert (further.summary.steps, further.summary.samples) == (12, 12 * 16)
 
 
 def test_batches_that_gradients_were_computed_on_stay_part_of_the_step(tmp_path, monkeypatch):

@@ -99,6 +99,7 @@ class LoopData(TrainingData):
                 self._turns.grant(None)
             else:
                 if isinstance(wish, AtEnd):
+                    self.deal.leave_before(wish.epoch)
                     self.progress.end()
                 return
 

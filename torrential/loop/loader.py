@@ -140,14 +140,18 @@ class DealtLoader:
         self.looked |= mine.handed > 0 and self.trained() == mine.trained
 
     def _begin(self) -> Pass:
-        last, trained = self.newest, self.trained()
-        unused = last is not None and last.handed > 0 and trained == last.trained
-        broken = last is not None and not unused and not last.ended
-        epoch = last.epoch if last is not None and unused else self._next
-        self.begin(BeginPass(epoch, unused, broken))
-        self._next = epoch + 1
-        self.newest = Pass(epoch, trained)
+        wish = self.after_newest()
+        self.begin(wish)
+        self._next = wish.epoch + 1
+        self.newest = Pass(wish.epoch, self.trained())
         return self.newest
+
+    def after_newest(self) -> BeginPass:
+        """What a pass that begins now is for."""
+        last = self.newest
+        unused = last is not None and last.handed > 0 and self.trained() == last.trained
+        broken = last is not None and not unused and not last.ended
+        return BeginPass(last.epoch if last is not None and unused else self._next, unused, broken)
 
     def _fetch(self, indices: Tensor) -> Any:
         dataset, collate = self._loader.dataset, self._loader.collate_fn

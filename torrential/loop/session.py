@@ -409,4 +409,5 @@ class WorkerRun(ScriptRun):
         given = self._dealt is not None and self._dealt.newest is not None and self._dealt.newest.handed > 0
         if given and not self._steps and not self.context.comm.stop_requested():
             raise RunFailed(NO_STEP)
-        self.turns.ask(AtEnd())
+        after = None if self._dealt is None else self._dealt.after_newest()
+        self.turns.ask(AtEnd(after.epoch if after is not None and after.broken else 0))

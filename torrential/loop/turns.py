@@ -49,6 +49,8 @@ class Place:
 class AtEnd:
     """The script has come to its end."""
 
+    epoch: int  # earlier ones are over for it, though samples may be left
+
 
 Wish = BeginPass | NextBatch | TakeStep | Place | AtEnd
 
