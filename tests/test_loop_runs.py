@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import torrential as tt
+from torrential.cli import app
 from torrential.errors import BadInput, RunFailed, WorkerFailed
 from torrential.records import Evaluation, Event
+from torrential.study.intervals import interval, unevenly_evaluated
+from torrential.study.read import read_study
 
 HEAD = """
 import os, signal, sys, torch
@@ -150,6 +154,73 @@ def test_a_target_stops_all_workers_and_the_script_goes_on_to_its_end(tmp_path):
     assert result.summary.steps < 40
 
 
+LATE = (
+    PREPARED
+    + """
+home = Path(sys.argv[1])
+for epoch in run.epochs(3):
+    if run.rank == 0 and epoch == 0 and (home / "run").exists():  # not in the trial
+        while not (home / "done").exists(): time.sleep(0.01)
+    for x, _ in loader:
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    run.report(progress=epoch)
+(home / "done").touch()
+"""
+)
+
+
+def test_reports_are_on_record_though_the_first_worker_has_no_batch(tmp_path):
+    result = launch(
+        tmp_path, LATE.replace("import os", "import os, time"), "downpour", target=2.0, args=[str(tmp_path)]
+    )
+    found = [(e.value, e.loss) for e in result.history if isinstance(e, Evaluation)]
+    assert found == [(0.0, None), (1.0, None), (2.0, None)] and result.summary.reached
+    assert [e.event for e in result.history if isinstance(e, Event)] == ["target_reached"]
+
+
+def test_of_several_reports_of_an_epoch_the_first_is_on_record(tmp_path):
+    source = (
+        PREPARED + "for epoch in run.epochs(3):\n    for x, _ in loader:\n    " + STEP.replace("\n    ", "\n        ")
+    )
+    result = launch(tmp_path, source + "    run.report(progress=epoch, loss=7.0)\n", "bsp")
+    found = [(e.value, e.loss, e.epoch) for e in result.history if isinstance(e, Evaluation)]
+    assert found == [(0, 7, 1), (1, 7, 2), (2, 7, 3)]
+
+
+def test_a_script_is_compared_with_arguments_and_reports_of_its_own(tmp_path):
+    (tmp_path / "script.py").write_text(
+        PREPARED + "for n, (x, _) in enumerate(loader):\n" + STEP + "    run.report(progress=n * int(sys.argv[1]))\n"
+    )
+    asked = ["compare", str(tmp_path / "script.py"), "--strategies", "allreduce", "--target", "6", "--trials", "1"]
+    result = CliRunner().invoke(app, [*asked, "--workers", "1", "--out", str(tmp_path / "study"), "--", "3"])
+    assert result.exit_code == 0, result.output
+    study = read_study(tmp_path / "study")
+    assert [run.summary.reached for run in study.entries[0].runs] == [True]
+    assert unevenly_evaluated(study) == [] and interval(study) == "when the script reports"
+    assert [e.value for e in study.entries[0].runs[0].evaluations][:3] == [0, 3, 6]
+
+
+def test_a_script_may_end_the_run_and_a_resumed_one_goes_further(tmp_path):
+    source = PREPARED + (
+        "for epoch in run.epochs(2):\n"
+        "    for x, _ in loader:\n"
+        "        model(x).pow(2).mean().backward()\n"
+        "        optimizer.step()\n"
+        "    if run.rank == 1 and epoch == 1 and sys.argv[1:]: run.stop()\n"
+    )
+    result = launch(tmp_path, source)
+    assert result.summary.samples == 2 * 61
+    with pytest.raises(BadInput, match="no forward pass; load them into a model"):
+        result.model(torch.ones(1, 4))
+    further = tt.launch(tmp_path / "script.py", resume=tmp_path / "run", epochs=3, progress=False)
+    assert further.summary.samples == 3 * 61
+    stopped = launch(tmp_path, source, out=tmp_path / "stopped", epochs=50, args=["stop"])
+    assert 2 * 61 < stopped.summary.samples <= 3 * 61
+    events = [e.detail for e in stopped.history if isinstance(e, Event) and e.event == "stopped"]
+    assert events == ["worker 1 has called run.stop()"]
+
+
 STEP = "    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
 
 
@@ -158,6 +229,8 @@ STEP = "    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
     [
         ("print('nothing')", BadInput, "never calls tt.join"),
         (HEAD, BadInput, "ended without a batch or step"),
+        (PREPARED + "for x, _ in loader: pass", BadInput, r"never called optimizer.step\(\)"),
+        (PREPARED + "for x, _ in loader: model(x).mean().backward()", RunFailed, r"never called optimizer.step\(\)"),
         (HEAD + "run.prepare(model, model)", BadInput, "the model Linear was prepared already"),
         (HEAD + "run.prepare(3)", BadInput, r"given: a int"),
         (HEAD + "raise KeyError('x')", BadInput, r"script.py raised KeyError: 'x' \(.*script.py:14\)"),
@@ -179,6 +252,11 @@ STEP = "    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
             PREPARED + "for n, (x, _) in enumerate(loader):\n    if run.rank and n == 3: continue\n" + STEP,
             RunFailed,
             "scripts of workers differ at step 4: worker 0 took 1 batch .* worker 1 took 2 batches",
+        ),
+        (
+            PREPARED + "for x, _ in loader:\n    if run.rank: optimizer.param_groups[0]['lr'] = 0.0\n" + STEP,
+            RunFailed,
+            r"differ at step 1: an option of the optimizer \(lr, say\) is 0.05 on worker 0 and 0 on worker 1",
         ),
         (
             PREPARED + "for n, (x, _) in enumerate(loader):\n" + STEP + "    if run.rank and n == 3: break",
@@ -251,7 +329,7 @@ def test_what_no_script_can_be_run_with_is_refused(tmp_path):
         ({"warmup": 1}, "warmup is for tasks"),
     ):
         with pytest.raises(BadInput, match=said):
-            launch(tmp_path, PREPARED + "for x, _ in loader: pass", **options)
+            launch(tmp_path, PREPARED + "for x, _ in loader:\n" + STEP, **options)
     with pytest.raises(BadInput, match="there is no script"):
         tt.launch(tmp_path / "gone.py")
 

@@ -214,7 +214,7 @@ def _carry_out(
     epilog="""Examples:\n
     torrential launch train.py --workers 4\n
     torrential launch train.py --workers 4 --strategy ssp --set staleness=2 --target 0.97 -- --lr 0.1\n
-    torrential launch --resume runs/train-allreduce-20260101-120000"""
+    torrential launch --resume runs/train-allreduce-20260101-120000 --epochs 20"""
 )
 def launch(
     script: Annotated[
@@ -257,12 +257,13 @@ def launch(
         assert nursery is not None
         loggers = [] if log is None else make_loggers(log)
         if resume is not None:
-            given: dict[str, object] = {"epochs": epochs, "steps": steps, "target": target, "workers": workers}
-            given |= {"servers": servers, "seed": seed, "out": out, "strategy": strategy}
+            given: dict[str, object] = {"workers": workers, "servers": servers, "seed": seed, "out": out}
+            given |= {"strategy": strategy}
             changed = [f"--{name}" for name, value in given.items() if value is not None] + ["--set"] * bool(set_)
             if changed:
                 raise BadInput(f"a resumed run keeps its options; leave out {', '.join(changed)}")
-            job = launching.resume_launch(resume, nursery)
+            limits = _given(epochs=epochs, steps=steps, target=target)
+            job = launching.resume_launch(resume, nursery, limits=limits)
         elif script is None:
             raise BadInput("which script? give a Python file that calls tt.join()")
         else:

@@ -8,7 +8,7 @@ import inspect
 import os
 import select
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +114,11 @@ def open_launch(script: Script, launch: Launch, out: Path | None, **asked: Any) 
     return open_run(request(loop, **asked), out)
 
 
-def resume_launch(directory: Path, launch: Launch, script: Script | None = None) -> Job:
-    """A run of a script that goes on from its last good checkpoint. `script`: given again where it was a function."""
+def resume_launch(
+    directory: Path, launch: Launch, script: Script | None = None, limits: Mapping[str, Any] | None = None
+) -> Job:
+    """A run of a script that goes on from its last good checkpoint. `script`: given again where it was a function;
+    `limits`: epochs, steps and target in the place of the run's own."""
     config = config_of(directory)
     if config.script is None:
         raise BadInput(f"the run in {directory} is of a task; go on with: torrential train --resume {directory}")
@@ -127,7 +130,7 @@ def resume_launch(directory: Path, launch: Launch, script: Script | None = None)
     loop = try_script(script, config.workers, config.seed, launch)
     task = task_of(loop, not config.minimize, lambda batch: config.samples_per_step)
     strategy = resolve_strategy(config.strategy).make(config.options) if is_loadable(config.strategy) else None
-    return resume_run(directory, task, strategy, loop=loop)
+    return resume_run(directory, task, strategy, limits, loop)
 
 
 @telling_interrupts()
@@ -152,14 +155,17 @@ def launch(
 
     It calls `tt.join()`, as docs/loops.md shows. A function is sent to the workers with what it refers to, so it may be
     defined in a notebook. `strategy`, `workers` and `options` are as in `tt.train`; `target` is that of what the script
-    reports. The result's `model` has the parameters and buffers, and no forward pass.
+    reports. The result's `model` has the parameters and buffers, and no forward pass: load its state_dict() into a
+    model of the script's class. With `resume`, `epochs`, `steps` and `target` take the place of the run's own.
     """
     refuse_training()
     nursery = Launch()
     try:
         run = Script(function=script) if callable(script) else script_of(script, tuple(args))
         if resume is not None:
-            job = resume_launch(Path(resume), nursery, run)
+            given = {"epochs": epochs, "steps": steps, "target": target}
+            limits = {name: value for name, value in given.items() if value is not None}
+            job = resume_launch(Path(resume), nursery, run, limits)
         else:
             job = open_launch(
                 run,

@@ -96,9 +96,11 @@ class ProgressDisplay:
                 self._held_out[record.split] = record.value
                 self._came_to(record)
                 if not self._live:
+                    metric = self._metric_line(record.split)
+                    loss = "" if record.loss is None else f"{record.split} loss {number(record.loss)} · "
                     self._print(
-                        f"step {record.step:,} · epoch {record.epoch:,} · {self._metric_line(record.split)} · "
-                        f"{record.split} loss {number(record.loss)} · {record.samples:,} samples in "
+                        f"step {record.step:,} · epoch {record.epoch:,} · {metric} · "
+                        f"{loss if loss != f'{metric} · ' else ''}{record.samples:,} samples in "
                         f"{seconds(record.time, self._virtual)}"
                     )
             case Event():

@@ -75,7 +75,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field=
     samples: Count
     time: Seconds  # when these parameters existed, not when they had been evaluated
     value: float
-    loss: float
+    loss: float | None  # None: of a script that has not reported any
     figures: dict[str, float] = {}  # what the task's own step gives besides the loss: means over all samples
 
 

@@ -18,7 +18,7 @@ def figures_of(record: Step | Evaluation, metric: str) -> dict[str, float]:
     found = {f"{where}/{name}": value for name, value in record.figures.items()}
     if isinstance(record, Evaluation):
         found[f"{where}/{metric}"] = record.value
-    return found | {f"{where}/loss": record.loss}
+    return found if record.loss is None else found | {f"{where}/loss": record.loss}
 
 
 def need(package: str, what: str) -> None:

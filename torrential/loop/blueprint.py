@@ -7,8 +7,8 @@ stand-in with those is a module that has everything but a forward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,16 @@ class PreparedTensor:
     marks: Mapping[str, Any] | None = None  # attributes that the model has given a parameter
 
 
+class StandIn(nn.Module):
+    """Parameters and buffers of a script's models, without what the script computes with them."""
+
+    def forward(self, *args: Any, **options: Any) -> NoReturn:
+        raise BadInput(
+            "the model of a launched script has parameters and no forward pass; load them into a model of the script's "
+            "class, with model.load_state_dict(result.model.state_dict())"
+        )
+
+
 @dataclass(frozen=True)
 class Blueprint:
     """What a script had prepared when it came to its first batch."""
@@ -56,6 +66,7 @@ class Blueprint:
     drop_last: bool
     epochs: int | None  # as run.epochs() was told; None: the script alone knows
     device: str
+    keeps_place: bool = False  # whether the script asks for the epoch to go on with
 
     def samples(self, joined: int) -> int:
         """Samples of an epoch, where all workers together take `joined` in a step."""
@@ -63,7 +74,7 @@ class Blueprint:
 
     def stand_in(self) -> nn.Module:
         """A module with the parameters and buffers that the script's models begin with, and no forward pass."""
-        root, made = nn.Module(), dict[str, Tensor]()
+        root, made = StandIn(), dict[str, Tensor]()
         for tensor in self.tensors:
             *path, leaf = tensor.name.split(".")
             module = root
@@ -77,6 +88,10 @@ class Blueprint:
             else:
                 module.register_buffer(leaf, value, persistent=tensor.kind != "passing")
         return root
+
+    def copied(self) -> Blueprint:
+        """The same with values of its own, which stay when the script goes on to compute with its models."""
+        return replace(self, tensors=tuple(replace(tensor, value=tensor.value.clone()) for tensor in self.tensors))
 
     def differs(self, other: Blueprint) -> str | None:
         """What another run of the script has prepared otherwise, in words; None: nothing."""

@@ -19,7 +19,7 @@ from torrential.loop.turns import TakeStep, Turns
 from torrential.optim.schedule import Schedule
 from torrential.records import Evaluation
 from torrential.trainer.context import RoleContext
-from torrential.trainer.rounds import ScriptEnded
+from torrential.trainer.rounds import StepDropped
 
 
 class LoopContext(RoleContext):
@@ -91,23 +91,21 @@ class LoopContext(RoleContext):
         """Run the strategy's program to its end, which is that of the script."""
         try:
             program(self)
-        except ScriptEnded:
+        except StepDropped:
             self.leave()
 
-    def report(self, value: float, loss: float | None) -> Evaluation:
-        """Put an evaluation on record."""
+    def evaluation(self, value: float, loss: float | None, epoch: int) -> Evaluation:
+        """What the script reports, and where in the run it does: after so many epochs."""
         progress = self.progress
-        evaluation = Evaluation(
+        return Evaluation(
             split="validation",
             step=progress.step,
-            epoch=progress.epoch,
+            epoch=epoch,
             samples=progress.samples,
             time=self.comm.now(),
             value=value,
-            loss=progress.loss if loss is None else loss,
+            loss=loss,
         )
-        self.outlet.record(evaluation)
-        return evaluation
 
 
 class _SavedGroups:

@@ -21,10 +21,11 @@ from torrential.data.deal import Batch, Order, Share
 from torrential.errors import RunFailed
 from torrential.loop.dealing import KeptDeal
 from torrential.loop.progress import LoopProgress
-from torrential.loop.turns import AtEnd, NextBatch, Place, TakeStep, Turns
+from torrential.loop.turns import AtEnd, BeginPass, NextBatch, Place, TakeStep, Turns
 from torrential.optim.schedule import Schedule
 from torrential.server.client import Client
 from torrential.trainer.data import TrainingData
+from torrential.trainer.rounds import StepDropped
 
 NO_SAY = -1.0
 OPTIMIZERS = 1000  # more than a script has
@@ -65,6 +66,9 @@ class LoopData(TrainingData):
         self._last: list[Batch] = []  # the batches of the last step, for another on the same samples
         self._taken = 0  # joined batches in the share
         self._begun = 0  # the steps taken when the share was dealt
+        self._carried = 0, 0  # joined batches, and batches of this member, that the share has of passes before
+        self._broken: set[int] = set()  # epochs that the script has left in the middle, where servers deal
+        self.left_out = False  # whether the batch is of such an epoch, and the script does not see it
         self._ahead: Batch | None = None  # of the next epoch, leased but not handed to the script yet
 
     deal: KeptDeal
@@ -88,16 +92,21 @@ class LoopData(TrainingData):
             wish = self._turns.awaited()
             if isinstance(wish, Place):
                 self._turns.grant(self.deal.next_epoch())
+            elif isinstance(wish, BeginPass):
+                self.deal.leave_before(wish.epoch)
+                self._turns.grant()
             elif isinstance(wish, NextBatch) and self._is_over(wish, self.deal.next_epoch()):
                 self._turns.grant(None)
             else:
                 if isinstance(wish, AtEnd):
+                    self.deal.leave_before(wish.epoch)
                     self.progress.end()
                 return
 
     def finish(self) -> None:
         while not isinstance(wish := self._turns.awaited(), AtEnd):
             self._turns.grant(self.deal.next_epoch() if isinstance(wish, Place) else None)
+        self.progress.end()
 
     @staticmethod
     def _is_over(wish: NextBatch, epoch: int) -> bool:
@@ -108,16 +117,24 @@ class LoopData(TrainingData):
         wish, clip = self._turns.wish, self.clip()
         silent = not isinstance(wish, TakeStep)
         said = NO_SAY if silent else self._taken * OPTIMIZERS + wish.optimizer  # type: ignore[union-attr]
-        return [said, math.inf if clip is None else clip, *self.rates()]
+        return [said, self.deal.next_epoch(), math.inf if clip is None else clip, *self.rates()]
 
     def decided(self, numbers: Tensor) -> None:
-        said = {r: row for r, row in zip(self._comm.members, numbers.tolist(), strict=True) if row[0] != NO_SAY}
+        rows = dict(zip(self._comm.members, numbers.tolist(), strict=True))
+        said = {rank: row for rank, row in rows.items() if row[0] != NO_SAY}
         if len({row[0] for row in said.values()}) > 1:
             raise self._come_apart({rank: divmod(int(row[0]), OPTIMIZERS) for rank, row in said.items()})
         if not said:  # all that there was to train on was dealt to one that has died: it is owed now
             self.deal.agree(1, self._comm.members)
             return
-        first, clip, *rates = said[min(said)]
+        first, epoch, clip, *rates = said[min(said)]
+        places = {rank: int(row[1]) for rank, row in rows.items() if rank in self.deal.roster}
+        if len({*places.values()}) > 1:
+            raise self._differ("; ".join(f"worker {r} is in epoch {place}" for r, place in sorted(places.items())))
+        other = next((rank for rank, row in said.items() if row[2:] != [clip, *rates]), None)
+        if other is not None:
+            raise self._set_apart(min(said), [clip, *rates], other, said[other][2:])
+        self.deal.leave_before(int(epoch))  # where this member has come in the meantime
         self.deal.agree(int(first) // OPTIMIZERS, self._comm.members)
         self.use(rates, None if math.isinf(clip) else clip)
 
@@ -126,9 +143,21 @@ class LoopData(TrainingData):
             f"worker {rank} took {batches} batch{'es' * (batches != 1)} for it and called step() of optimizer {number}"
             for rank, (batches, number) in sorted(said.items())
         ]
+        return self._differ("; ".join(did))
+
+    def _set_apart(self, rank: int, mine: Sequence[float], other: int, others: Sequence[float]) -> RunFailed:
+        """`mine`: where a worker clips, and the options of its optimizers' groups."""
+        one, two = next((a, b) for a, b in zip(mine, others, strict=True) if a != b)
+        what = "run.clip_grad_norm_ clips at" if mine[0] != others[0] else "an option of the optimizer (lr, say) is"
         return RunFailed(
-            f"the scripts of workers differ at step {self.progress.step + 1}: {'; '.join(did)}; have them take the "
-            "same steps (with drop_last=True in the loader all have equally many batches)"
+            f"the scripts of workers differ at step {self.progress.step + 1}: {what} {one:g} on worker {rank} and "
+            f"{two:g} on worker {other}; set it from what all have alike, and prepare schedulers with run.prepare"
+        )
+
+    def _differ(self, what: str) -> RunFailed:
+        return RunFailed(
+            f"the scripts of workers differ at step {self.progress.step + 1}: {what}; have them take the same steps "
+            "(with drop_last=True in the loader all have equally many batches)"
         )
 
     def share(self, batches: int = 1, *, part: int | None = None, parts: int | None = None) -> Share:
@@ -141,6 +170,7 @@ class LoopData(TrainingData):
             self.joined = deal.size
             self.repeated = isinstance(self._turns.awaited(), TakeStep)
             self._begun, self._taken = self.progress.step, 0 if self.repeated else 1
+            self._carried = 0, 0
         if self.repeated:
             self._need_batch()
             self._share = SameSamples(self._last, 0)
@@ -166,6 +196,20 @@ class LoopData(TrainingData):
             if pieces:
                 return pieces
 
+    def begin_pass(self, wish: BeginPass, trained: bool) -> None:
+        """The script begins a pass in the middle of a step. Batches of a pass before that it has computed gradients on
+        (`trained`) stay part of the step; else it begins anew."""
+        assert self._share is not None
+        batches, pieces = self._carried
+        if wish.unused and batches:
+            self._taken = batches
+            del self._share.batches[pieces:]
+        elif trained and not wish.unused and not wish.broken:
+            self._carried = self._taken, len(self._share.batches)
+        else:
+            self._share = None
+            raise StepDropped
+
     # -- leases ---------------------------------------------------------------------------------------------------
     def take(self, clock: int, minibatches: int = 1, after: int = 0) -> Batch | None:
         self.step_done()
@@ -175,9 +219,13 @@ class LoopData(TrainingData):
                 return None
             if isinstance(wish, Place):
                 self._turns.grant(self.progress.epoch if self._ahead is None else self._ahead.epoch)
+            elif isinstance(wish, BeginPass):
+                if wish.broken:
+                    self._broken.add(wish.epoch - 1)
+                self._turns.grant()
             elif isinstance(wish, TakeStep):
                 self._need_batch()
-                self.repeated = True
+                self.repeated, self.left_out = True, False
                 return replace(self._last[-1], lease=0)
             else:
                 self.progress.save_now()
@@ -190,7 +238,7 @@ class LoopData(TrainingData):
                     self._ahead = batch
                     self._turns.grant(None)
                     continue
-                self.repeated = False
-                if len(batch):
+                self.repeated, self.left_out = False, batch.epoch in self._broken
+                if len(batch) and not self.left_out:
                     self._last = [batch]
                 return batch

@@ -58,6 +58,12 @@ class KeptDeal(Deal):
         """The epoch that the next sample is of."""
         return self.owed[0][0] if self.owed else self.epoch
 
+    def leave_before(self, epoch: int) -> None:
+        """Leave out what is left of earlier epochs."""
+        self.owed = [span for span in self.owed if span[0] >= epoch]
+        if self.epoch < epoch:
+            self.epoch, self.cursor = epoch, 0
+
     def pieces(self, number: int, rank: int, present: Collection[int]) -> list[Batch]:
         """The batches that a member has of the joined batch `number` from here, each with its weight among those who
         are present."""

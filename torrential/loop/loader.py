@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +17,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from torrential.data.deal import Batch, Order
-from torrential.errors import BadInput
+from torrential.data.deal import Batch, Deal, Order
+from torrential.errors import BadInput, RunFailed
+from torrential.loop.turns import BeginPass
 from torrential.usercode import calling
 
 
@@ -51,16 +53,45 @@ def order_of(dataset: int, shuffle: bool, seed: int) -> Order:
     return Order(dataset, seed, stream=not shuffle)  # a stream without a window is read as it lies
 
 
+def one_part(order: Order, samples: int, member: int, members: int, batch_size: int) -> Iterator[Batch]:
+    """A member's batches of the first epoch, cut as they are where nobody dies."""
+    deal = Deal(samples, order.seed, order=order)
+    while deal.epoch == 0:
+        share = deal.share(member, members, batch_size)
+        yield from share.batches
+        deal.advance(share.total)
+
+
+@dataclass
+class Pass:
+    """The script's way through its loader once."""
+
+    epoch: int
+    trained: int  # how often backward and step had been called when it began
+    handed: int = 0  # batches that the script was given
+    ended: bool = False  # whether the epoch was over
+
+
 class DealtLoader:
-    """Iterating gives this worker's batches of one epoch. Everything else is as the script's DataLoader has it."""
+    """Iterating gives this worker's batches of one epoch. Everything else is as the script's DataLoader has it.
+
+    A pass in which the script trains uses up its epoch, also where it is left in the middle. One in which it does not,
+    a look at the first batch, say, uses up nothing. Without gradients the script evaluates: such a pass is dealt to
+    nobody, and gives the worker's part of the data whenever it is asked for."""
 
     def __init__(self, loader: DataLoader[Any], workers: int, samples: int) -> None:
         self._loader = loader
         self._length = -(-samples // (workers * (loader.batch_size or 1)))
+        self.begin: Callable[[BeginPass], None] = lambda wish: None
         self.ask: Callable[[int], Batch | None] = lambda epoch: None
-        self.begin: Callable[[], int] = lambda: 0  # the number of iterations that others have done before
-        self._done: int | None = None  # iterations that are left out, because they were done before
-        self._next = 0  # the epoch that the script's next iteration is for
+        self.place: Callable[[], int] = lambda: 0  # the number of passes that others have done before
+        self.trained: Callable[[], int] = lambda: 0  # how often the script has called backward and step
+        self.evaluates: Callable[[], bool] = lambda: False
+        self.part: Callable[[], Iterator[Batch]] = lambda: iter(())  # what a pass that evaluates gives
+        self.newest: Pass | None = None
+        self.looked = False  # whether there was a pass over an epoch in which the script has not trained
+        self._done: int | None = None  # passes that are left out, because they were done before
+        self._next = 0  # the epoch of the pass after one that has trained
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -81,17 +112,46 @@ class DealtLoader:
         self._done = 0
 
     def __iter__(self) -> Iterator[Any]:
+        if self.evaluates():
+            trained, left = self.trained(), self.part()
+            while trained == self.trained() and (batch := next(left, None)) is not None:
+                yield self._fetch(batch.indices)
+            return
         if self._done is None:
-            self._done = self.begin()
+            place = self.place()
+            self._done = place if self._done is None else self._done
         elif self._done:
             self._done -= 1
-        epoch, self._next = self._next, self._next + 1
         if self._done:
+            self._next += 1
             return
+        mine = self._begin()
         # Samples of an epoch before come late, where a dead worker had them; and a worker that was slow to begin may
         # have none of an epoch that the others have done without it.
-        while (batch := self.ask(epoch)) is not None:
-            yield self._fetch(batch.indices)
+        while (another := self.ask(mine.epoch)) is not None:
+            mine.handed += 1
+            yield self._fetch(another.indices)
+            if self.newest is not mine:
+                raise RunFailed(
+                    "the script goes on with a pass over its loader after it has begun another; finish one before the "
+                    "next, or take a second loader that is not prepared"
+                )
+        mine.ended = True
+        self.looked |= mine.handed > 0 and self.trained() == mine.trained
+
+    def _begin(self) -> Pass:
+        wish = self.after_newest()
+        self.begin(wish)
+        self._next = wish.epoch + 1
+        self.newest = Pass(wish.epoch, self.trained())
+        return self.newest
+
+    def after_newest(self) -> BeginPass:
+        """What a pass that begins now is for."""
+        last = self.newest
+        unused = last is not None and last.handed > 0 and self.trained() == last.trained
+        broken = last is not None and not unused and not last.ended
+        return BeginPass(last.epoch if last is not None and unused else self._next, unused, broken)
 
     def _fetch(self, indices: Tensor) -> Any:
         dataset, collate = self._loader.dataset, self._loader.collate_fn

@@ -118,14 +118,22 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> 
 class BackwardLosses:
     """The values on which the script calls `backward`, added up from one step to the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, called: Callable[[], None] = lambda: None) -> None:
+        """`called`: what is to happen at every call."""
+        self._called = called
         self._heard: list[torch.Tensor] = []
+        self.calls = 0
+        """How often backward was called."""
+        self.pending = False
+        """Whether it was called since the sum was last asked for."""
 
     def listen(self) -> None:
         """Hear of every `loss.backward()` of this process."""
         plain, heard = torch.Tensor.backward, self._heard
 
         def backward(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
+            self._called()
+            self.calls, self.pending = self.calls + 1, True
             if tensor.numel() == 1:
                 heard.append(tensor.detach())
             plain(tensor, *args, **options)
@@ -136,6 +144,7 @@ class BackwardLosses:
         """Their sum since it was last asked for; 0 if backward was called on none."""
         total = sum(float(value) for value in self._heard)
         self._heard.clear()
+        self.pending = False
         return total
 
 

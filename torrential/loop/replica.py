@@ -20,13 +20,13 @@ from torrential.data.deal import Batch
 from torrential.errors import BadInput, RunFailed
 from torrential.loop.data import LoopData
 from torrential.loop.optimizer import BackwardLosses, parameters_of
-from torrential.loop.turns import AtEnd, NextBatch, Place, TakeStep, Turns
+from torrential.loop.turns import AtEnd, BeginPass, NextBatch, Place, TakeStep, Turns
 from torrential.params.base import flat_gradient
 from torrential.params.layout import Bucket
 from torrential.params.local import LocalParameters
 from torrential.params.synchronized import Synchronized
 from torrential.trainer.replica import ModelReplica
-from torrential.trainer.rounds import ScriptEnded
+from torrential.trainer.rounds import StepDropped
 
 
 class LoopReplica(ModelReplica):
@@ -51,7 +51,7 @@ class LoopReplica(ModelReplica):
         self._stashed: list[Tensor | None] | None = None  # what the script had in `grad`, while a step is taken
         self._weight = self._applied = 1.0  # of the gradient, and as far as `grad` has been multiplied by it
         self._memory: list[int] = []  # where the parameters lie
-        self._loss = 0.0
+        self._loss = math.nan
         self._waits_for_more = False  # the script goes on with another batch before it takes a step
 
     def _placed(self, model: nn.Module) -> nn.Module:
@@ -83,7 +83,9 @@ class LoopReplica(ModelReplica):
         batches = [batch for batch in batches if len(batch)]
         if not batches:
             return math.nan if ready is None else self._announce_nothing(ready)
-        if not self._data.again:
+        if self._data.left_out:
+            self._waits_for_more = True
+        elif not self._data.again:
             self.step_done()  # of a batch before this one, in the same round
             began = self._comm.now()
             self._compute(batches)
@@ -114,9 +116,18 @@ class LoopReplica(ModelReplica):
         while True:
             wish = turns.awaited()
             if isinstance(wish, AtEnd):
-                raise ScriptEnded
+                raise StepDropped
             if isinstance(wish, Place):
                 turns.grant(batches[0].epoch)
+            elif isinstance(wish, BeginPass):
+                if self._gradient is None:
+                    self._begin_pass(wish, left, begun=bool(summed))
+                elif wish.unused:
+                    left, handed = deque(batches), False
+                else:  # the lease is completed by a push of nothing, and what is left of the epoch is left out
+                    self._waits_for_more = True
+                    return
+                turns.grant()
             elif isinstance(wish, NextBatch):
                 if not left and not self._more(wish, left):
                     if self._waits_for_more:
@@ -137,6 +148,19 @@ class LoopReplica(ModelReplica):
                 turns.grant()
             else:
                 return self._complete(wish, summed)
+
+    def _begin_pass(self, wish: BeginPass, left: deque[Batch], begun: bool) -> None:
+        """`begun`: whether the script has called step() for some of the batches that the strategy adds up."""
+        try:
+            self._data.begin_pass(wish, self._losses.pending)
+        except StepDropped:
+            if begun:
+                raise RunFailed(
+                    "the loop over batches was left in the middle of a step, where the strategy adds several batches "
+                    "up; use accumulate=1"
+                ) from None
+            raise
+        left.clear()
 
     def _more(self, wish: NextBatch, left: deque[Batch]) -> bool:
         """Whether there is another batch for the same step."""

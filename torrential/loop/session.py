@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 from types import CodeType
 from typing import Any
 
@@ -28,12 +30,15 @@ from torrential.data.deal import Batch
 from torrential.errors import BadInput, RunFailed
 from torrential.loop.blueprint import Blueprint, describe_model, join_models, load_first_values
 from torrential.loop.context import LoopContext
-from torrential.loop.loader import DealtLoader, check_loader, shuffles
+from torrential.loop.loader import DealtLoader, Pass, check_loader, one_part, order_of, shuffles
 from torrential.loop.optimizer import BackwardLosses, replace_step, spec_of_all
-from torrential.loop.turns import AtEnd, NextBatch, Place, TakeStep, Turns
+from torrential.loop.turns import AtEnd, BeginPass, NextBatch, Place, TakeStep, Turns
 from torrential.randomness import TRAINING, seed_all
+from torrential.records import Evaluation
 from torrential.usercode import place_of, refuse_joining, users_function
 
+MOST_REPORTS = 1_000_000_000  # more than a script makes in an epoch
+NO_STEP = "the script has never called optimizer.step(); call it after loss.backward()"
 _current: ScriptRun | None = None  # of a process that a launch has started
 
 
@@ -52,6 +57,7 @@ class ScriptRun:
         self.saved: dict[str, Any] = {}
         self.asked_for = False  # whether the script has called join
         self._metric: str | None = None
+        self._stopped = False
 
     @property
     def epoch(self) -> int:
@@ -60,7 +66,7 @@ class ScriptRun:
 
     def epochs(self, count: int) -> Iterable[int]:
         """The epochs that are left of so many."""
-        return range(self.epoch, count)
+        return takewhile(lambda epoch: not self._stopped, range(self.epoch, count))
 
     def prepare(self, *things: Any) -> Any:
         """The script's models, optimizers and loader, as they are used from now on, in the order they were given.
@@ -113,6 +119,10 @@ class ScriptRun:
     def _report(self, value: float, loss: float | None) -> None:
         """A plain loop keeps no records."""
 
+    def stop(self) -> None:
+        """Ask for the end of the run: `run.epochs` ends, in all workers at the same step where they step together."""
+        self._stopped = True
+
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Clip the gradient of the coming step, where gradients are summed their sum; returns this worker's norm."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
@@ -134,37 +144,62 @@ def enter(run: ScriptRun) -> None:
 
 
 class TrialDone(BaseException):
-    """A trial has come to the first batch or step."""
+    """A trial has come to where training would begin."""
 
 
 class TrialRun(ScriptRun):
-    """The trial of a script: it ends where training would begin."""
+    """The trial of a script: at its first batch is seen what it has prepared, and it ends before it would train."""
 
     def __init__(self, workers: int) -> None:
         super().__init__()
-        self.workers, self._epochs = workers, None
+        self.workers = workers
+        self._epochs: int | None = None
+        self._asked = False  # whether the script has asked for the epoch to go on with
+        self._found: Blueprint | None = None
 
-    _epochs: int | None
+    @property
+    def epoch(self) -> int:
+        self._asked = True
+        return 0
 
     def epochs(self, count: int) -> Iterable[int]:
         self._epochs = count
-        return range(count)
+        if self._found is not None:
+            self._end()
+        return super().epochs(count)
 
     def _prepare(self, thing: Any) -> Any:
         thing = super()._prepare(thing)
         if isinstance(thing, torch.optim.Optimizer):
             replace_step(thing, self._end)
         if isinstance(thing, DataLoader):
-            dealt = DealtLoader(thing, self.workers, len(thing.dataset))  # type: ignore[arg-type]
-            dealt.ask = lambda epoch: self._end()
+            samples = len(thing.dataset)  # type: ignore[arg-type]
+            dealt = DealtLoader(thing, self.workers, samples)
+            order = order_of(samples, shuffles(thing), seed=0)
+            dealt.part = lambda: one_part(order, samples, 0, self.workers, thing.batch_size or 1)
+            dealt.evaluates = self._look
             return dealt
         return thing
+
+    def _look(self) -> bool:
+        """The script wants batches: before the loop over epochs, to look at them."""
+        self._found = self._found or blueprint_of(self, None).copied()
+        if self._epochs is not None or self._asked:
+            self._end()
+        BackwardLosses(self._end).listen()
+        return True
 
     def _end(self) -> None:
         raise TrialDone
 
+    @property
+    def looked(self) -> bool:
+        """Whether the script was given batches."""
+        return self._found is not None
+
     def blueprint(self) -> Blueprint:
-        return blueprint_of(self, self._epochs)
+        found = self._found or blueprint_of(self, None)
+        return dataclasses.replace(found, epochs=self._epochs, keeps_place=self._asked or self._epochs is not None)
 
 
 def blueprint_of(run: ScriptRun, epochs: int | None) -> Blueprint:
@@ -206,18 +241,20 @@ class WorkerRun(ScriptRun):
         rank: int,
         start: Callable[[WorkerRun], LoopContext],
         play: Callable[[LoopContext], None],
+        note: Callable[[Evaluation, int], None],
         stop: Callable[[], None],
-        reaches: Callable[[float], bool],
     ) -> None:
-        """`start` makes the context of the strategy's program, `play` runs the program; `stop` has all workers stop,
-        and `reaches` says whether a reported value is as good as the target."""
+        """`start` makes the context of the strategy's program, `play` runs the program; `note` puts a report on record,
+        of several with one number the first; `stop` has all workers stop."""
         super().__init__()
         self.rank, self.workers = rank, config.workers
         self.losses = BackwardLosses()
         self._blueprint, self._config, self._start, self._play = blueprint, config, start, play
-        self._stop, self._reaches = stop, reaches
+        self._note, self._have_all_stop = note, stop
+        self._reports = Counter[int]()  # by epoch
         self._dealt: DealtLoader | None = None
-        self._news = False  # whether there was a batch since the last report
+        self._steps = 0  # that the script has asked for
+        self._news = False  # whether there was one since the last report
         self._open: dict[str, CodeType | None] = {}  # functions of the script in whose loops over these it is
         self.turns = Turns(self._program)
         self.context: LoopContext | None = None
@@ -244,11 +281,13 @@ class WorkerRun(ScriptRun):
         thing = super()._prepare(thing)
         if isinstance(thing, torch.optim.Optimizer):
             number = len(self.optimizers) - 1
-            replace_step(thing, lambda: self.turns.ask(TakeStep(number)))
+            replace_step(thing, lambda: self._step(number))
         if isinstance(thing, DataLoader):
-            self._dealt = DealtLoader(thing, self.workers, self._config.samples)
-            self._dealt.ask, self._dealt.begin = self._next, lambda: int(self.turns.ask(Place()) or 0)
-            return self._dealt
+            self._dealt = dealt = DealtLoader(thing, self.workers, self._config.samples)
+            dealt.begin, dealt.ask, dealt.place = self._begin_pass, self._next, self._passes_done
+            dealt.trained = lambda: self.losses.calls + self._steps
+            dealt.evaluates, dealt.part = self._evaluates, self._part
+            return dealt
         return thing
 
     def save(self, **objects: Any) -> None:
@@ -267,18 +306,55 @@ class WorkerRun(ScriptRun):
         self._play(self.context)
 
     # -- what the script does -------------------------------------------------------------------------------------
+    def _passes_done(self) -> int:
+        return 0 if self._blueprint.keeps_place and self.epoch >= 0 else self._place()
+
+    def _begin_pass(self, wish: BeginPass) -> None:
+        assert self._dealt is not None
+        last, served = self._dealt.newest, self.context is not None and self.context.servers is not None
+        if served and wish.unused and last is not None and (last.ended or last.handed > 1):
+            raise RunFailed(  # servers take a batch for used when the next is asked for
+                f"a pass over the loader took {last.handed} batches and trained on none of them; evaluate under "
+                "torch.no_grad(), or on a loader that is not prepared"
+            )
+        self.turns.ask(wish)
+
     def _next(self, epoch: int) -> Batch | None:
         batch: Batch | None = self.turns.ask(NextBatch(epoch))
-        self._news |= batch is not None
         self._open["batches"] = None if batch is None else users_function()
         if batch is not None:
             device = torch.device(self._blueprint.device)
             seed_all(device, self._config.seed, TRAINING, batch.epoch, batch.first)  # as a run of a task draws
         return batch
 
+    def _step(self, optimizer: int) -> None:
+        self._steps += 1
+        self._news = True
+        self.turns.ask(TakeStep(optimizer))
+
+    def _evaluates(self) -> bool:
+        """Whether the script iterates over the loader to evaluate: without gradients; or, when the run has no batches
+        any more, if models are not in training, or it has gone through an epoch without training before."""
+        assert self._dealt is not None
+        if not torch.is_grad_enabled():
+            return True
+        looks = self._dealt.looked or not any(model.training for model in self.models)
+        return looks and self.context is not None and self._is_over()
+
+    def _part(self) -> Iterator[Batch]:
+        """This worker's part of the data, of which nothing is used up."""
+        self._place()
+        assert self.context is not None
+        members, config = sorted({*self.context.comm.view.workers, self.rank}), self._config
+        order = order_of(self._blueprint.dataset, self._blueprint.shuffle, config.seed)
+        return one_part(order, config.samples, members.index(self.rank), len(members), config.batch_size)
+
+    def _place(self) -> int:
+        return int(self.turns.ask(Place()) or 0)
+
     @property
     def epoch(self) -> int:
-        place = int(self.turns.ask(Place()) or 0)
+        place = self._place()
         if self._dealt is not None:
             self._dealt.skip_none(place)
         return place
@@ -303,17 +379,27 @@ class WorkerRun(ScriptRun):
 
     def _report(self, value: float, loss: float | None) -> None:
         if self.context is None:
-            self.turns.ask(Place())
+            self._place()
         if self.context is None or (self._dealt is not None and self._dealt.replaying):
             return
-        if self._is_over() and not self._news:
-            return  # of an epoch that had no batches, because the run was stopped
-        self._news = False
-        workers = self.context.comm.view.workers
-        if workers and self.rank == workers[0]:
-            self.context.report(value, loss)
-            if self._reaches(value):
-                self._stop()
+        newest = None if self._dealt is None else self._dealt.newest
+        begun, epochs = newest is not None, 0 if newest is None else newest.epoch + newest.ended
+        served, workers = self.context.servers is not None, self.context.comm.view.workers
+        if not self._news and (self._is_over() or (served and begun)):
+            return  # of an epoch without a step: the run was stopped, or others have trained on all of it
+        first = bool(workers) and self.rank == workers[0]
+        self._news, number = False, self._number_of_report(newest)
+        if first or (served and begun):  # the members of a group are alike
+            self._note(self.context.evaluation(value, loss, epochs), number)
+
+    def stop(self) -> None:
+        self._have_all_stop()
+
+    def _number_of_report(self, newest: Pass | None) -> int:
+        """The same for what several workers report of one epoch."""
+        epoch = -1 if newest is None else newest.epoch
+        self._reports[epoch] += 1
+        return (epoch + 1) * MOST_REPORTS + self._reports[epoch]
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         if self.context is None:
@@ -338,4 +424,8 @@ class WorkerRun(ScriptRun):
         """The script has come to its end; returns when the run has."""
         if self.context is None:
             raise BadInput("the script has ended without a batch; iterate over the prepared loader")
-        self.turns.ask(AtEnd())
+        given = self._dealt is not None and self._dealt.newest is not None and self._dealt.newest.handed > 0
+        if given and not self._steps and not self.context.comm.stop_requested():
+            raise RunFailed(NO_STEP)
+        after = None if self._dealt is None else self._dealt.after_newest()
+        self.turns.ask(AtEnd(after.epoch if after is not None and after.broken else 0))

@@ -25,6 +25,15 @@ class NextBatch:
 
 
 @dataclass(frozen=True)
+class BeginPass:
+    """The script begins to iterate over its loader, for batches of this epoch."""
+
+    epoch: int
+    unused: bool  # whether the pass before has trained on nothing, and its batches are given again
+    broken: bool  # whether the pass before has trained, and was left before its epoch was over
+
+
+@dataclass(frozen=True)
 class TakeStep:
     """The script has called step() of one of its optimizers."""
 
@@ -40,8 +49,10 @@ class Place:
 class AtEnd:
     """The script has come to its end."""
 
+    epoch: int  # earlier ones are over for it, though samples may be left
 
-Wish = NextBatch | TakeStep | Place | AtEnd
+
+Wish = BeginPass | NextBatch | TakeStep | Place | AtEnd
 
 
 class Turns:

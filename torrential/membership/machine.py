@@ -390,9 +390,10 @@ class Membership:
 
     # -- the end --------------------------------------------------------------------------------------------------
     def _stop(self) -> None:
-        """The observer has seen the target reached."""
+        """The target is reached, as the observer has seen, or a script has reported."""
+        if not self._observing.reached:
+            self._roll.note("target_reached")
         self._observing.reached = True
-        self._roll.note("target_reached")
         self._have_workers_stop()
 
     def _have_workers_stop(self) -> None:

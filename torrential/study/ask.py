@@ -62,6 +62,7 @@ class StudyRequest(msgspec.Struct, frozen=True, kw_only=True):
     tune: dict[str, list[str]] = {}
     tune_trials: int = 1
     minimize: bool = False  # whether a smaller value of what a script reports is better
+    args: list[str] = []  # of a script, its own
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +104,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     metric: str
     maximize: bool
     interval: Positive | None  # samples between two evaluations; None: an epoch
+    own_loop: bool = False  # whether it is of a script, which evaluates when it likes
     measured: list[ComputeTime] = []  # for clusters that leave open how long a sample takes
 
 

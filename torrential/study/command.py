@@ -47,6 +47,9 @@ def add(
                 autocompletion=completion.tasks,
             ),
         ] = None,
+        args: Annotated[
+            list[str] | None, typer.Argument(help="Of a script, its own arguments, after --.", show_default=False)
+        ] = None,
         strategies: Annotated[
             list[str] | None,
             typer.Option(
@@ -147,6 +150,7 @@ def add(
             "tune": tune,
             "tune-trials": tune_trials,
             "out": out,
+            "args": args or None,
         }
         with ending():
             from torrential.data import find
@@ -230,6 +234,7 @@ def _asked(task: str | None, given: dict[str, Any], options: dict[str, Any]) -> 
         strategies=[absolute_entries(text) for text in given["strategies"]],
         target=given["target"],
         minimize=bool(given["minimize"]),
+        args=given["args"] or [],
         trials=most,
         auto=auto,
         workers=_numbers(or_default("workers", WORKERS)),

@@ -19,6 +19,8 @@ LUCK = "whoever is looked at more often reaches a target sooner by luck"
 
 def unevenly_evaluated(study: Study) -> list[str]:
     """Entries that were evaluated more often than others; in a study, also more often or more rarely than asked for."""
+    if study.own_loop:
+        return []  # one script for all entries: they have one rule
     found = {entry.name: each for entry in study.entries if (each := observed(entry))}
     least, most = (pick(found, key=found.__getitem__, default="") for pick in (min, max))
     uneven = bool(found) and found[most] > UNEVEN * found[least]
@@ -71,6 +73,8 @@ def observed(entry: Entry) -> float:
 
 
 def interval(study: Study) -> str:
+    if study.own_loop:
+        return "when the script reports"
     if study.interval is not None:
         return f"every {study.interval:,} samples"
     every = {run.config.get("settings", {}).get("evaluate_every") for entry in study.entries for run in entry.runs}

@@ -56,6 +56,8 @@ def make_question(
     loop = tried(asked, asked.seed) if task is None and is_script(asked.task) else None
     if loop is not None:
         task = task_of(loop, not asked.minimize, lambda batch: batch)
+    elif asked.args:
+        raise BadInput(f"arguments after -- are for scripts that call tt.join(), and {asked.task} is a task; drop them")
     task = load_task(asked.task) if task is None else task
     asked = msgspec.structs.replace(asked, target=task.target if asked.target is None else asked.target)
     if asked.target is None:
@@ -80,6 +82,7 @@ def make_question(
         metric=task.metric_name,
         maximize=task.maximize,
         interval=interval,
+        own_loop=loop is not None,
         measured=measure_compute_times(requests, runs[0].config.device, measured),
     )
     return question, subject
@@ -89,7 +92,7 @@ def tried(asked: StudyRequest, seed: int, launch: Launch | None = None) -> OwnLo
     """The study's script, tried with a seed: what it begins with may depend on that."""
     own = Launch() if launch is None else launch
     try:
-        return try_script(script_of(asked.task), max(asked.workers), seed, own)
+        return try_script(script_of(asked.task, tuple(asked.args)), max(asked.workers), seed, own)
     finally:
         if launch is None:
             own.close()

@@ -158,6 +158,7 @@ def _asked(directory: Path, question: Question, read: ReadRun) -> Study:
         problems=problems,
         maximize=question.maximize,
         interval=question.interval,
+        own_loop=question.own_loop,
         asked=True,
         looks=looks(question) if asked.auto else [],
         measured=question.measured,

@@ -140,6 +140,7 @@ class Study:
     problems: list[str]  # what could not be read, in words
     maximize: bool = True  # whether more of the metric is better
     interval: int | None = None  # samples between two evaluations, as declared; None: an epoch
+    own_loop: bool = False  # whether it is of a script, which evaluates when it likes
     asked: bool = False  # whether there is a study.json
     looks: list[int] = field(default_factory=list)  # where trials are added: the numbers after which it is looked
     measured: list[ComputeTime] = field(default_factory=list)  # for clusters that leave open how long a sample takes

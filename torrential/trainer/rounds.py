@@ -36,8 +36,8 @@ from torrential.trainer.state import NamedStates
 _LOSS, _SAMPLES, _STOP, _FIRST = 0, 1, 2, 3  # places in a ballot; from _FIRST on: the script's, the strategy's own
 
 
-class ScriptEnded(Exception):
-    """A script's own loop has come to its end in the middle of a step, which is not taken."""
+class StepDropped(Exception):
+    """A script's own loop has come to its end in the middle of a step, or begun anew: the step is not taken."""
 
 
 class BetweenSteps(Protocol):
@@ -115,8 +115,8 @@ class Rounds:
                 self._take_step()
             except Regrouped:
                 self.join()
-            except ScriptEnded:
-                continue  # the step is not taken: the script is asked again, and has nothing more to say
+            except StepDropped:
+                continue  # the script is asked again
 
     # -- a step -------------------------------------------------------------------------------------------------
     def _vote(self, vote: Vote) -> None:

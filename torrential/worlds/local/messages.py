@@ -48,6 +48,11 @@ class BufferWanted(MemberMessage, frozen=True):
 
 class Recorded(MemberMessage, frozen=True):
     record: Step | Evaluation | Event | Work
+    report: int = 0  # of a script: the first with a number counts
+
+
+class StopAsked(MemberMessage, frozen=True):
+    """A script wants the run to end."""
 
 
 class Failed(MemberMessage, frozen=True):
@@ -74,7 +79,7 @@ class Noted(MemberMessage, frozen=True):
 
 FromChild = (
     Hello | BufferWanted | Stopped | Standing | Recorded | SnapshotTaken | OwnStates | SnapshotDone | Suspect | Overdue
-    | Relieved | Ready | Filled | Pong | Alive | Left | Delayed | Failed | Stop
+    | Relieved | Ready | Filled | Pong | Alive | Left | Delayed | Failed | Stop | StopAsked
 )  # fmt: skip
 ToChild = (
     Granted | BufferRefused | Regroup | AllStopped | Go | Roster | Stop | Gone | Back | Noted | Ping | Probe | Finish

@@ -57,8 +57,8 @@ def play_script(
         rank,
         start=build,  # type: ignore[arg-type]
         play=lambda context: context.play(program),
-        stop=lambda: link.send(m.Stop()),
-        reaches=lambda value: job.task.reaches(config.target, value),
+        note=lambda evaluation, number: link.send(m.Recorded(evaluation, number)),
+        stop=lambda: link.send(m.StopAsked()),
     )
     if rank or not loop.prints:
         print_to(job.directory / f"worker-{rank}.log")
@@ -113,4 +113,6 @@ def _prepared(script: Script, workers: int) -> object:
             raise BadInput(f"{script.name} ended with sys.exit({end.code!r}) before its first batch") from end
     if not trial.asked_for:
         raise BadInput(f"{script.name} never calls tt.join(); call it, and run.prepare, as docs/loops.md shows")
+    if trial.looked:
+        raise BadInput(session.NO_STEP)
     raise BadInput(f"{script.name} ended without a batch or step; iterate over the prepared loader")

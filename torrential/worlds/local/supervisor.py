@@ -99,11 +99,13 @@ class _Supervision:
         self._step = job.checkpoint.step if job.checkpoint else 0
         self._membership.stepped(self._step)
         self._evaluated = dict(job.evaluated)
+        self._reports: set[int] = set()  # numbers of a script's reports
         self._statuses: dict[int, int] = {}  # exit statuses of processes that have ended, by pid
         self._unheard: deque[ProcessMessage | Born | Ended | None] = deque()  # reports that came while one was awaited
         self._handlers: dict[type, Callable[[Process, Any], None]] = {
             m.BufferWanted: self._buffer,
             m.Recorded: self._recorded,
+            m.StopAsked: self._stop_asked,
             m.Failed: self._failed,
         }
 
@@ -195,15 +197,23 @@ class _Supervision:
             self._step = max(self._step, record.step)
             self._membership.stepped(self._step)
         if isinstance(record, Evaluation):
-            if (record.split, record.step) not in self._evaluated:
+            known = message.report in self._reports or (record.split, record.step) in self._evaluated
+            if not known:
                 existed = self._evaluated.get(("validation", record.step), record.time)
                 self._evaluated[(record.split, record.step)] = existed
                 self._write(msgspec.structs.replace(record, time=existed))
+            if message.report:
+                self._reports.add(message.report)
+            if message.report and not known and self._job.task.reaches(self._job.config.target, record.value):
+                self._tell(lambda now: self._membership.hear(process.who, m.Stop(), now))
             process.send(m.Noted())
         else:
             if isinstance(record, Step):
                 self._watcher.worker_state(record.worker, "training")
             self._write(record)
+
+    def _stop_asked(self, process: Process, message: m.StopAsked) -> None:
+        self._tell(partial(self._membership.stop, f"{process.name} has called run.stop()"))
 
     # -- processes ----------------------------------------------------------------------------------------------
     def _lost(self, process: Process, how: How) -> None:
