@@ -4,6 +4,7 @@ snippet by itself, as somebody who copies it would; so is every program in examp
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -21,7 +22,9 @@ Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 MOST_LINES = 150  # of the README
 MOST_NOT_RUN, MOST_SHORTENED = 5, 24  # blocks of all pages together
+NOTEBOOK = "notebook.ipynb"
 EXAMPLES = {  # what each prints
+    "character_transformer": [r"perplexity 1\.\d\d \(a guess has 28\)"],
     "compare_strategies": [r"allreduce +4 of 4 runs reached 90%", r"downpour +4 of 4 runs reached 90%", r"trials"],
     "gan": [r"640 steps; the mean of what is made is [01]\.\d\d from"],
     "own_loop": [r"allreduce: accuracy (8|9)\d\.\d%", r"ssp: accuracy (8|9)\d\.\d% after 5120 samples"],
@@ -86,7 +89,23 @@ def test_the_files_that_a_page_shows_are_used_there(page: Path) -> None:
 
 # -- examples ---------------------------------------------------------------------------------------------------------
 def test_every_example_is_run() -> None:
-    assert sorted(file.stem for file in (ROOT / "examples").iterdir()) == sorted(EXAMPLES)
+    programs = {file.stem for file in (ROOT / "examples").glob("*.py")}
+    assert programs == EXAMPLES.keys()
+    assert {file.name for file in (ROOT / "examples").iterdir()} == {f"{name}.py" for name in programs} | {NOTEBOOK}
+
+
+def test_the_notebook_runs_cell_by_cell(tmp_path: Path) -> None:
+    cells = json.loads((ROOT / "examples" / NOTEBOOK).read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert len(sources) >= 3 and not any(cell.get("outputs") for cell in cells)
+    program = "".join(f"exec(compile({source!r}, '<cell>', 'exec'))\n" for source in sources)  # of no file
+    done = subprocess.run(
+        [sys.executable, "-"], input=program, capture_output=True, text=True, timeout=100, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"allreduce: accuracy 9\d\.\d% after 4096 samples\nssp: .*\nhere: accuracy 9", done.stdout), (
+        done.stdout
+    )
 
 
 @pytest.mark.timeout(240)
@@ -121,7 +140,7 @@ def test_the_readme_is_short_and_everything_is_listed() -> None:
     files = [
         *(ROOT / "docs").glob("*.md"),
         *(ROOT / "docs" / "results").glob("*.md"),
-        *(ROOT / "examples").glob("*.py"),
+        *(ROOT / "examples").iterdir(),
     ]
     assert set(files) - listed == {index}
 
