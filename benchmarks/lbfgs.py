@@ -40,7 +40,7 @@ class TimedSandblaster(tt.Sandblaster, frozen=True, kw_only=True):
             ctx.progress.note("two_loop", f"{len(pairs)} {time.perf_counter() - began}")
             return slope
 
-        sandblaster.two_loop = timed  # type: ignore[assignment]
+        setattr(sandblaster, "two_loop", timed)  # noqa: B010 (of this process alone)
         super().coordinator(ctx)
 
 
@@ -61,7 +61,13 @@ def recursions(width: int, servers: int, history: int) -> list[float]:
     )
     steps = history + 8
     with tempfile.TemporaryDirectory() as directory:
-        settings: dict[str, Any] = {"threads": 1, "replicas": 0, "evaluate_every": 10 * steps, "device": "cpu", "progress": False}
+        settings: dict[str, Any] = {
+            "threads": 1,
+            "replicas": 0,
+            "evaluate_every": 10 * steps,
+            "device": "cpu",
+            "progress": False,
+        }
         strategy = TimedSandblaster(history=history, portions=4)
         result = tt.train(
             task, strategy, workers=1, servers=servers, steps=steps, out=Path(directory) / "run", **settings

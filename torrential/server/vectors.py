@@ -26,7 +26,7 @@ from torrential.optim.lbfgs import GRADIENT
 from torrential.server.shard import Handler, Shard
 
 PARAMETERS = "parameters"
-BLOCK = 1 << 15  # elements that all operations of a list are done on before the next ones, so that they stay in cache
+BLOCK = 1 << 16  # elements that all operations of a list are done on before the next ones, so that they stay in cache
 
 
 def vectors(shard: Shard, options: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -72,12 +72,12 @@ def combined(commands: Sequence[Sequence[Any]], parts: Sequence[Tensor]) -> list
 
 def _carry_out(shard: Shard, commands: Sequence[Sequence[Any]]) -> list[float]:
     named = {PARAMETERS: shard.parameters} | shard.states
-    size = shard.stop - shard.start
+    used = {operand for command in commands for operand in command[1:] if isinstance(operand, str)}
+    blocks = {name: named[name].split(BLOCK) for name in used}
     totals = [0.0] * len(commands)
-    for first in range(0, size, BLOCK):
-        last = min(size, first + BLOCK)
+    for number, first in enumerate(range(0, shard.stop - shard.start, BLOCK)):
         for place, (kind, *operands) in enumerate(commands):
-            given: list[Any] = [named[o][first:last] if isinstance(o, str) else o for o in operands]
+            given: list[Any] = [blocks[o][number] if isinstance(o, str) else o for o in operands]
             match kind:
                 case "dot":
                     totals[place] += _dot(*given)
@@ -109,9 +109,8 @@ def _carry_out(shard: Shard, commands: Sequence[Sequence[Any]]) -> list[float]:
 
 
 def _dot(one: Tensor, other: Tensor) -> float:
-    if one.dtype == torch.float64:
-        return float(torch.dot(one, other))
-    return float(torch.dot(one.double(), other.double()))
+    """In the vectors' own precision inside a block, which is as exact as gradients are; blocks are added in float64."""
+    return torch.dot(one, other).item()
 
 
 def _decay(gradient: Tensor, parameters: Tensor, weights: Sequence[Sequence[float]], start: int) -> float:
