@@ -839,7 +839,7 @@ def test_all_that_can_be_set_is_shown_and_explained(name: str, main_here: Callab
 def test_what_is_not_shown_is_refused(name: str, refused: Callable[..., str]) -> None:
     for option in ("algorithm=ring", "grow=true", "resize=0:0.5", "scaling=loss"):
         given = ("--strategy", name, "--workers", 2, "--set", option, "--set", "schedule=step")
-        assert option.partition("=")[0] in refused("train", "digits", *given)
+        assert option.partition("=")[0] in refused("train", "digits-mlp", *given)
     assert without_effect(with_servers=True) == {"algorithm", "hosts", "grow", "resize"}
 
 

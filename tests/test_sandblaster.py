@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import torrential as tt
 from torrential.comm.protocol import COORDINATORS, role_of
 from torrential.optim.lbfgs import DIRECTION, GRADIENT, CurvaturePair, two_loop, wolfe
-from torrential.records import Evaluation, Event, Work
+from torrential.records import Evaluation, Event, Summary, Work
 from torrential.reporting import tables
 from torrential.server import vectors
 from torrential.server.messages import Save
@@ -258,6 +258,15 @@ def test_deaths_change_nothing_but_the_order_of_sums(seed: int, undisturbed: tt.
     assert_same(result, undisturbed)
 
 
+def test_the_same_seed_gives_the_same_records_with_letters_lost_on_the_way(tmp_path: Path) -> None:
+    faults = [{"kind": "crash", "worker": 1, "at": 0.1, "lasts": 0.05}, {"kind": "crash", "coordinator": 0, "at": 0.3}]
+    rough = {"detection": 0.01, "accidents": {"loss": 0.05, "delay": 1e-3}}
+    one, other = (simulate(tmp_path / name, faults=faults, cluster=rough) for name in ("one", "other"))
+    assert [r for r in one.history if not isinstance(r, Summary)] == [
+        r for r in other.history if not isinstance(r, Summary)
+    ]
+
+
 def test_a_coordinator_that_comes_back_repeats_no_finished_portion(undisturbed: tt.TrainResult, tmp_path: Path) -> None:
     ends = [r.time for r in undisturbed.history if isinstance(r, Work)]
     crash = {"kind": "crash", "coordinator": 0, "at": (ends[3] + ends[4]) / 2}
@@ -310,6 +319,14 @@ def test_an_objective_that_is_no_sum_over_samples_is_refused(layer: nn.Module, w
     task = task_of(lambda: nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 3)).double())
     with pytest.raises(tt.TorrentialError, match=words):
         simulate(tmp_path / "run", task)
+
+
+def test_a_rate_without_effect_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = task_of(optimizer=tt.optimizer("adamw", lr=0.01, weight_decay=0.1))
+    simulate(tmp_path / "run", task, run={"steps": 1, "lr": 0.5, "schedule": "cosine"})
+    said = " ".join(capsys.readouterr().err.split())
+    assert "sandblaster finds its steps by itself: --lr, schedule has no effect" in said
+    assert "sandblaster does without the task's AdamW, without its weight decay of 0.1" in said
 
 
 def test_a_clipped_gradient_is_refused(tmp_path: Path) -> None:

@@ -103,9 +103,9 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         check_loop(asked, strategy)
         model, sample = build_model(task), None
         device = asked.loop.blueprint.device
-    strategy.refuse(task, model)
     task = _with_optimizer(task, asked, strategy, model)
     servers = _servers(asked, strategy, settings, model)
+    strategy.refuse(task, model)
     if isinstance(settings, LocalSettings):
         settings = _check_local(asked, settings, servers, device)
         settings, idle = _check_loaders(settings, task)
@@ -413,6 +413,11 @@ def _check_recipe(
     _check_moves(task, strategy, adapted)
     warnings = without_effect(recipe, asked.options, schedule, config.batch_size, model) + replaced
     warnings += idle_patience(config)
+    if not type(strategy).uses_rate:
+        idle = ["--lr"] * (asked.lr is not None) + [o for o in asked.options if o in Recipe.__struct_fields__]
+        warnings += (
+            [f"{type(strategy).name} finds its steps by itself: {', '.join(idle)} has no effect"] if idle else []
+        )
     if recipe.layerwise == "lars" and asked.lr is None:
         warnings.append(
             f"LARS wants a much larger rate than SGD, 10 to 100 times (the task's: {config.lr:g}); "

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torrential.comm.protocol import SERVERS, Handle, Letter, Meter, letter_by_letter
+from torrential.comm.protocol import COORDINATORS, SERVERS, Handle, Letter, Meter, letter_by_letter
 from torrential.membership import messages as m
 from torrential.membership.roles import Who
 from torrential.params.base import Finished
@@ -83,7 +83,7 @@ class Hub:
     def _risk(self, sender: SimMail, receiver: SimMail, letter: Letter, nbytes: int) -> None:
         accidents, source, to = self.cluster.accidents, sender.address, receiver.address
         times = 1
-        if self.lossy and (source < SERVERS) != (to < SERVERS):
+        if self.lossy and min(source, to) < SERVERS <= max(source, to) < COORDINATORS:
             times -= self._chance.random() < accidents.loss
             times += self._chance.random() < accidents.duplication
         for _ in range(times):
