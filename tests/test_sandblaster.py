@@ -21,6 +21,7 @@ from torrential.comm.protocol import COORDINATORS, role_of
 from torrential.optim.lbfgs import DIRECTION, GRADIENT, CurvaturePair, two_loop, wolfe
 from torrential.records import Evaluation, Event, Summary, Work
 from torrential.reporting import tables
+from torrential.resolve import RunRequest, resolve
 from torrential.server import vectors
 from torrential.server.messages import Save
 from torrential.study.read import read_study
@@ -321,12 +322,13 @@ def test_an_objective_that_is_no_sum_over_samples_is_refused(layer: nn.Module, w
         simulate(tmp_path / "run", task)
 
 
-def test_a_rate_without_effect_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rate_without_effect_is_said() -> None:
     task = task_of(optimizer=tt.optimizer("adamw", lr=0.01, weight_decay=0.1))
-    simulate(tmp_path / "run", task, run={"steps": 1, "lr": 0.5, "schedule": "cosine"})
-    said = " ".join(capsys.readouterr().err.split())
-    assert "sandblaster finds its steps by itself: --lr, schedule has no effect" in said
-    assert "sandblaster does without the task's AdamW, without its weight decay of 0.1" in said
+    asked = RunRequest(task=task, strategy="sandblaster", lr=0.5, options={"schedule": "cosine"}, device="cpu")
+    assert resolve(asked).warnings == [
+        "sandblaster does without the task's AdamW, without its weight decay of 0.1",
+        "sandblaster finds its steps by itself: --lr, schedule has no effect",
+    ]
 
 
 def test_a_clipped_gradient_is_refused(tmp_path: Path) -> None:
