@@ -41,7 +41,7 @@ main()
         ("torrential train digits --strategy ssp --set st", ["staleness="]),
         ("torrential train digits --strategy ssp --set al", []),
         ("torrential strategies do", ["downpour"]),
-        ("torrential compare digits --strategies allreduce,s", ["allreduce,ssp"]),
+        ("torrential compare digits --strategies allreduce,s", ["allreduce,sandblaster", "allreduce,ssp"]),
         ("torrential compare digits --set push", ["push_every="]),
     ],
 )

@@ -136,7 +136,7 @@ def test_an_answer_that_another_has_replaced_is_written_nowhere(scene: Scene) ->
     scene.client._waited = pending  # as in wait()
     scene.read_what_has_come()
     assert into.unique().tolist() == [0.0, 3.0]
-    scene.client._handle(view(2, SERVERS + 1), [])
+    scene.client._handle(Letter(-1, view(2, SERVERS + 1), []))
     late = scene._sock, scene._rest
     scene.answer(scene.other, 4.0)
     assert pending.wait().version == 4 and into.unique().tolist() == [4.0]
@@ -144,7 +144,7 @@ def test_an_answer_that_another_has_replaced_is_written_nowhere(scene: Scene) ->
     scene.the_rest()
     letter = scene.worker.receive(10)
     assert letter is not None and letter.tensors[0].unique().tolist() == [3.0]
-    scene.client._handle(letter.message, letter.tensors)
+    scene.client._handle(letter)
     assert into.unique().tolist() == [4.0]
 
 

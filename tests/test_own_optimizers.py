@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -584,3 +585,43 @@ def test_an_optimizer_whose_run_cannot_be_resumed_is_warned_of(tmp_path: Path) -
     result = run(task_with(Forgetful), tmp_path / "run", "allreduce")
     warned = [r.detail for r in result.history if isinstance(r, Event) and r.event == "warning"]
     assert any("this run cannot be resumed" in line for line in warned)
+
+
+class KeepsGradient(torch.optim.Optimizer):
+    """Keeps the very gradient, which a plain loop leaves to it, and a run fills again."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["last"] = [parameter.grad]
+                parameter.sub_(group["lr"] * parameter.grad)
+
+
+class ShrinksAtFirst(torch.optim.SGD):
+    """Changes parameters when it is made."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.5)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "bsp", "downpour"])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (KeepsGradient, r"KeepsGradient keeps the gradient itself in its state \(last\).*grad.clone\(\)"),
+        (ShrinksAtFirst, "ShrinksAtFirst changes parameters when it is made.*do that in the model"),
+    ],
+)
+def test_what_no_strategy_can_make_good_is_refused(kind: Any, words: str, strategy: str, tmp_path: Path) -> None:
+    task = replace(tt.load_task("digits-mlp"), optimizer=tt.optimizer(kind, lr=0.05))
+    options = {"server": "task"} if strategy == "downpour" else {}
+    with pytest.raises(tt.TorrentialError, match=words):
+        tt.train(task, strategy, workers=2, out=tmp_path / "run", progress=False, **options)

@@ -138,7 +138,8 @@ def test_a_strategys_own_code_that_raises_before_the_run(tmp_path: Path) -> None
 
 # -- names, files, entry points ---------------------------------------------------------------------------------------
 def test_the_table_is_what_it_was() -> None:
-    assert list(registered()) == list(STRATEGIES) == ["allreduce", "bsp", "ssp", "backup", "downpour", "ddp"]
+    names = ["allreduce", "bsp", "ssp", "backup", "downpour", "sandblaster", "ddp"]
+    assert list(registered()) == list(STRATEGIES) == names
     for name, kind in STRATEGIES.items():
         for given in (name, kind, kind()):
             found = resolve_strategy(given)

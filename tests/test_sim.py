@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import torrential as tt
 from torrential import checkpoint as checkpoints
-from torrential.errors import BadInput, RunFailed, Terminated
+from torrential.errors import BadInput, Interrupted, RunFailed, Terminated
 from torrential.records import RECORDS, Event, Step, read_records
 from torrential.strategies import STRATEGIES
 from torrential.strategies.base import needs_servers
@@ -116,7 +116,7 @@ def test_faults_that_are_over_do_not_strike_again_when_a_run_is_resumed(tmp_path
     assert after == [("slow-link", None), ("worker_lost", 2)]  # before the workers first met
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("allreduce", KeyboardInterrupt), ("ssp", Terminated)])
+@pytest.mark.parametrize(("strategy", "kind"), [("allreduce", Interrupted), ("ssp", Terminated)])
 def test_an_interrupt_is_no_failure_of_the_role_that_it_finds_at_work(
     strategy: str, kind: type[BaseException], tmp_path: Path
 ) -> None:

@@ -103,7 +103,10 @@ def test_a_file_is_read_and_named_after_itself(tmp_path: Path) -> None:
         ({"accidents": {"mean_time_between_crashes": 0}}, "mean_time_between_crashes"),
         ({"faults": [{"kind": "fire", "at": 1.0}]}, 'kind must be "crash" or "partition" or "slow-link"'),
         ({"faults": [{"kind": "crash", "worker": 1}]}, r"faults\[0\] has no at; give one"),
-        ({"faults": [{"kind": "crash", "at": 1.0}]}, "give one of worker, server and host"),
+        (
+            {"faults": [{"kind": "crash", "at": 1.0}]},
+            "a crash is of one worker, server, coordinator or host; give one of them",
+        ),
         ({"faults": [{"kind": "crash", "at": 1.0, "worker": 0, "server": 0}]}, r"\(given: worker = 0 and server = 0\)"),
         ({"faults": [{"kind": "crash", "at": 1.0, "worker": 0, "host": 1}]}, r"\(given: worker = 0 and host = 1\)"),
         ({"faults": [{"kind": "crash", "at": 1.0, "host": 0, "hosts": [1]}]}, r"hosts = \[1\]\); give host = N"),

@@ -23,7 +23,8 @@ def strategies(incomplete: str) -> list[str]:
     """The strategies; also the last one of a list, as in allreduce,ss."""
     from importlib.metadata import entry_points
 
-    names = {file.stem for file in STRATEGIES.glob("*.py")} - {"__init__", "base", "context", "registry", "roles"}
+    shared = {"__init__", "base", "context", "portioned", "registry", "roles"}
+    names = {file.stem for file in STRATEGIES.glob("*.py")} - shared
     names |= {point.name for point in entry_points(group="torrential.strategies")}
     return _last_of_list(sorted(names), incomplete)
 
@@ -73,11 +74,16 @@ def _own_options(file: Path) -> set[str]:
     fields = {
         node.target.id: ast.unparse(node.annotation)
         for kind in tree.body
-        if isinstance(kind, ast.ClassDef)
+        if isinstance(kind, ast.ClassDef) and not _is_other(kind)
         for node in kind.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
     return {name for name, type_ in fields.items() if "ClassVar" not in type_}
+
+
+def _is_other(kind: ast.ClassDef) -> bool:
+    """Whether a class is a message or a note, not a strategy."""
+    return any(ast.unparse(base).endswith("Struct") for base in kind.bases)
 
 
 def _beginning(names: Iterable[str], incomplete: str) -> list[str]:

@@ -166,7 +166,8 @@ class ProgressDisplay:
         return duration((self._total - last) * (end - start) / (last - first)) if last > first else ""
 
     def _status(self) -> str:
-        losses = [loss for worker, loss in self._losses.items() if self._states.get(worker) != "lost"]
+        here = [loss for worker, loss in self._losses.items() if self._states.get(worker) != "lost"]
+        losses = [loss for loss in here if not math.isnan(loss)]  # a script that has taken no step yet has none
         rate = self._rate()
         parts = [f"loss {number(sum(losses) / len(losses))}"] if losses else []
         parts += [self._metric_line(split) for split in self._held_out]

@@ -134,7 +134,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         recipe=recipe,
         cluster=cluster,
         base_batch=recipe.base_batch or asked.task.batch_size,
-        samples_per_step=joined,
+        samples_per_step=joined if type(strategy).uses_rate else training_samples(task),
         script=None if asked.loop is None else (asked.loop.script.path, *asked.loop.script.args),
         minimize=not task.maximize,
         metric=task.metric_name,

@@ -26,7 +26,7 @@ def gone_ahead(left: Sequence[Member], busy: Sequence[Member]) -> str:
     finished, others = (" and ".join(worker.name for worker in workers) for workers in (left, busy))
     return (
         f"{finished} finished, and {others} waited for another step; have all workers take the same number of steps "
-        "(a script with drop_last=True in its loader gives all equally many batches)"
+        "(a script with drop_last=True in its loader gives all equally many batches, and run.stop() ends all together)"
     )
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from torrential.errors import BadInput, RunFailed
 from torrential.optim.outside import Outside, is_number, kept
@@ -128,6 +129,9 @@ class _Trial:
         self._entries, self._device, self._size, self._most = entries, device_type, size, most
         self.parameters = [as_parameter(e, self._values(e, 0)) for e in entries]
         self.optimizer = spec.build(self.parameters, device_type, [e.name for e in entries])
+        self.odd: str | None = None  # what it does that no strategy could make good
+        if not all(torch.equal(p, self._values(e, 0)) for e, p in zip(entries, self.parameters, strict=True)):
+            self.odd = "changes parameters when it is made, which every process would do again; do that in the model"
         self._rates, self._base = Rates(self.optimizer, spec), spec.lr
         self.seen = [self._keys()]  # of the state of each tensor: at first, and after every step
 
@@ -143,6 +147,14 @@ class _Trial:
         self.optimizer.step()
         self._rates.check()
         self.seen.append(self._keys())
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            for name, state in self.optimizer.state.get(parameter, {}).items():
+                if any(torch.is_tensor(leaf) and _shares(leaf, parameter.grad) for leaf in tree_leaves(state)):
+                    self.odd = (
+                        f"keeps the gradient itself in its state ({name}), whose memory the next one will have; keep a "
+                        "copy (grad.clone())"
+                    )
 
     def _keys(self) -> list[set[str]]:
         return [set(self.optimizer.state.get(parameter, ())) for parameter in self.parameters]
@@ -162,6 +174,10 @@ class _Trial:
         return all(_alike(a, b) for a, b in zip(self.parameters, other.parameters, strict=True))
 
 
+def _shares(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
+
+
 def _alike(a: Tensor, b: Tensor) -> bool:
     far = _ROUNDINGS * torch.finfo(a.dtype).eps
     return torch.allclose(a, b, rtol=far, atol=far, equal_nan=True)
@@ -177,6 +193,8 @@ def _try(spec: OptimizerSpec, entries: list[ParameterEntry], device_type: str) -
         raise BadInput(str(error)) from error
     except Exception as error:
         raise failed(f"{spec.kind.__name__} cannot train this model:", error) from error
+    if together.odd is not None:
+        raise BadInput(f"{spec.kind.__name__} {together.odd}")
     return OptimizerTraits(
         elements={e.index: tuple(k for k, v in s.items() if _of_elements(k, v, p)) for e, p, s in together.states()},
         numbers=_numbers(together),

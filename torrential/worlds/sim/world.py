@@ -133,7 +133,7 @@ class _Simulation:
         )
         self._observing.group = self._group
         given = cluster.compute.seconds_per_sample
-        with attributed("the measurement of compute time", job.directory):
+        with attributed("worker 0", job.directory):  # which would come to it first
             self._seconds_per_sample = (
                 measure_seconds_per_sample(job.task, config.batch_size, real, config.settings.threads or 1)
                 if isinstance(given, str)
