@@ -144,7 +144,7 @@ def test_asynchrony_is_stale_and_backup_drops(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["bsp", "downpour"])  # one that waits and one that does not; all of them in test_sim
 def test_a_worker_dies_and_then_a_server(start: Callable[..., Run], name: str) -> None:
     """Nobody waits for the worker, its samples are used by others, and the server is succeeded by its replica."""
-    run = start("digits", "--strategy", name, "--workers", 3, "--servers", 2, "--epochs", 15)
+    run = start("digits-mlp", "--strategy", name, "--workers", 3, "--servers", 2, "--epochs", 15)
     run.until_training(10)
     run.kill("tt-worker-1")
     run.until_training(30)
