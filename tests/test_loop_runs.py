@@ -342,3 +342,14 @@ def test_alone_a_script_is_a_plain_loop():
     run.report(accuracy=1.0)
     with pytest.raises(BadInput, match="prepared already"):
         run.prepare(model)
+
+
+def test_readers_of_a_loader_that_have_no_effect_are_named(tmp_path):
+    source = PREPARED.replace("batch_size=4,", "batch_size=4, num_workers=2,")
+    source += (
+        "for x, _ in loader:\n    optimizer.zero_grad()\n    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
+    )
+    (tmp_path / "script.py").write_text(source)
+    ended = CliRunner().invoke(app, ["launch", str(tmp_path / "script.py"), "--out", str(tmp_path / "run")])
+    assert ended.exit_code == 0, ended.output
+    assert "num_workers=2 has no effect" in " ".join(ended.output.split())

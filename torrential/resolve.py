@@ -109,6 +109,9 @@ def resolve(asked: RunRequest) -> ResolvedRun:
     if isinstance(settings, LocalSettings):
         settings = _check_local(asked, settings, servers, device)
         settings, idle = _check_loaders(settings, task)
+        if asked.loop is not None and asked.loop.blueprint.readers:
+            readers = asked.loop.blueprint.readers
+            idle.append(f"num_workers={readers} has no effect: each worker reads its batches in its own process")
         cluster = None
     else:
         cluster, idle = _check_simulation(asked, settings, servers, device, strategy), []

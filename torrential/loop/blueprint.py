@@ -66,6 +66,7 @@ class Blueprint:
     drop_last: bool
     epochs: int | None  # as run.epochs() was told; None: the script alone knows
     device: str
+    readers: int = 0  # processes that the script's loader would read with
     keeps_place: bool = False  # whether the script asks for the epoch to go on with
 
     def samples(self, joined: int) -> int:

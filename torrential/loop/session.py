@@ -228,6 +228,7 @@ def blueprint_of(run: ScriptRun, epochs: int | None) -> Blueprint:
         drop_last=loader.drop_last,
         epochs=epochs,
         device=trained[0].device.type,
+        readers=loader.num_workers,
     )
 
 
