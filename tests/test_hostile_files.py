@@ -11,11 +11,13 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_up import Unseen, config, fake, question, write_run
+from studies import make_entry, make_study
 
 from torrential import checkpoint as checkpoints
 from torrential.comm import costs
@@ -301,6 +303,12 @@ def test_text_from_files_commands_no_terminal() -> None:
     said = out.getvalue()
     assert "\x1b[31merror:" in said and r"\x1b]0;evil" in said and r"\x9b31m\u202eabc" in said
     assert not COMMANDS.search(re.sub(r"\x1b\[[\d;]*m", "", said))  # but for our own colours
+
+
+def test_the_table_of_runs_commands_no_terminal(tmp_path: Path) -> None:
+    entry = replace(make_entry("allreduce", trials=1), name=EVIL)
+    text = write_csv(make_study([entry], directory=tmp_path)).read_text()
+    assert r"\x1b]0;evil" in text and not COMMANDS.search(text)
 
 
 def test_what_is_printable() -> None:

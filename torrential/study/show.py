@@ -22,6 +22,7 @@ from torrential.study import tuning
 from torrential.study.results import Entry, Run, Study, unit_of_time
 from torrential.study.statistics import Spread
 from torrential.study.verdict import MISSES, Pair, Row, Verdict
+from torrential.terminal import printable
 
 DISPENSABLE = ("options", "all", "worker-s", "sent", "range")  # left out in this order where the table is too wide
 NAME = 12  # characters of an entry's name that have room in any case
@@ -227,7 +228,7 @@ def write_csv(study: Study) -> Path:
         writer.writeheader()
         writer.writerows(lines)
     path = study.directory / TRIALS
-    replace_file(path, text.getvalue().encode())
+    replace_file(path, printable(text.getvalue()).encode())
     return path
 
 
