@@ -171,11 +171,6 @@ class Portions:
             self._safe.add(number)
 
     @property
-    def computed(self) -> bool:
-        """Whether there is a result of every portion, in somebody's hands or safe."""
-        return not self._waiting and not self._out
-
-    @property
     def done(self) -> bool:
         return len(self._safe) == self.count
 

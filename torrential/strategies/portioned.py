@@ -140,12 +140,10 @@ class PortionWorker:
 
     def _carry_out(self, order: Assignment, coordinator: int) -> None:
         ctx = self._ctx
-        if order.drop:
-            batch = self._batch
+        if order.drop or order.batch != self._batch:
             self._forget()
-            self._batch = batch
         if order.batch != self._batch:
-            self._forget()
+            self._batch = -1
             if order.portion >= 0 or order.again:
                 self._batch = order.batch
                 ctx.params.get(self._vector).wait()
@@ -186,14 +184,13 @@ class PortionWorker:
         complete = all(bool(flag) for flag in answer.tensors)
         if complete:
             self._forget()
-            self._batch = order.batch
         else:
             self._tickets += (order.ticket,)
         self._ctx.comm.post(coordinator, SumPushed(order.era, self._life, order.ticket, complete))
 
     def _forget(self) -> None:
         self._sum.zero_()
-        self._kept, self._tickets, self._batch = [], (), -1
+        self._kept, self._tickets = [], ()
 
 
 class _Push(msgspec.Struct, frozen=True):
