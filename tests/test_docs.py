@@ -27,6 +27,7 @@ EXAMPLES = {  # what each prints
     "character_transformer": [r"perplexity 1\.\d\d \(a guess has 28\)"],
     "compare_strategies": [r"allreduce +4 of 4 runs reached 90%", r"downpour +4 of 4 runs reached 90%", r"trials"],
     "gan": [r"640 steps; the mean of what is made is [01]\.\d\d from"],
+    "map_reduce": [r"least squares: \[-?0\.0, 1\.0, 2\.0, 3\.0, 3\.99, 5\.0", r"\d rounds of Newton"],
     "own_loop": [r"allreduce: accuracy (8|9)\d\.\d%", r"ssp: accuracy (8|9)\d\.\d% after 5120 samples"],
     "own_metric": [r"R2 0\.9\d\d after"],
     "parameter_servers": ["s: server_lost", "13500 samples were trained on, 13500 were planned"],

@@ -31,7 +31,19 @@ LAYERS = [
     {"params", "server", "membership"},
     {"strategies"},
     {"checkpoint", "trainer", "loop"},
-    {"worlds", "tryout", "limits", "listeners", "resolve", "opening", "run", "launching", "exporting", "progress"}
+    {
+        "worlds",
+        "tryout",
+        "limits",
+        "listeners",
+        "resolve",
+        "opening",
+        "run",
+        "launching",
+        "exporting",
+        "progress",
+        "map_reduce",
+    }
     | {"completion", "terminal"},
     {"study", "bench", "testing"},
     {"reporting", "cli", "__main__"},

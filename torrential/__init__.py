@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torrential.listeners.tensorboard import TensorBoard
     from torrential.listeners.wandb import WandB
     from torrential.loop.session import join
+    from torrential.map_reduce import Reduction, map_reduce
+    from torrential.optim.normal import solve_normal
     from torrential.optimizers import optimizer
     from torrential.records import read_records
     from torrential.reporting.page import report
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from torrential.strategies.context import Context, Decision, Vote
     from torrential.strategies.ddp import Ddp
     from torrential.strategies.downpour import Downpour
+    from torrential.strategies.map_reduce import Estimate
     from torrential.strategies.roles import Role, Roles, Servers
     from torrential.strategies.sandblaster import Sandblaster
     from torrential.strategies.ssp import Ssp
@@ -56,8 +59,10 @@ __all__ = [
     "Ddp",
     "Decision",
     "Downpour",
+    "Estimate",
     "Listener",
     "MLflow",
+    "Reduction",
     "Role",
     "Roles",
     "RunHandle",
@@ -80,10 +85,12 @@ __all__ = [
     "join",
     "launch",
     "load_task",
+    "map_reduce",
     "optimizer",
     "read_records",
     "report",
     "scheduler",
+    "solve_normal",
     "train",
 ]
 
@@ -99,8 +106,10 @@ _HOME = {
     "Ddp": "torrential.strategies.ddp",
     "Decision": "torrential.strategies.context",
     "Downpour": "torrential.strategies.downpour",
+    "Estimate": "torrential.strategies.map_reduce",
     "Listener": "torrential.listeners.base",
     "MLflow": "torrential.listeners.mlflow",
+    "Reduction": "torrential.map_reduce",
     "Role": "torrential.strategies.roles",
     "Roles": "torrential.strategies.roles",
     "RunHandle": "torrential.listeners.base",
@@ -122,10 +131,12 @@ _HOME = {
     "join": "torrential.loop.session",
     "launch": "torrential.launching",
     "load_task": "torrential.tasks",
+    "map_reduce": "torrential.map_reduce",
     "optimizer": "torrential.optimizers",
     "read_records": "torrential.records",
     "report": "torrential.reporting.page",
     "scheduler": "torrential.schedulers",
+    "solve_normal": "torrential.optim.normal",
     "train": "torrential.run",
 }
 

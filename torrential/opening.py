@@ -127,7 +127,7 @@ def _resumed(
     spec = over_model(task.optimizer, model)
     sized = task.samples is not None or hasattr(task.train, "__len__")
     task = replace(
-        with_validation(task, config.seed) if loop is None else task,
+        with_validation(task, config.seed) if loop is None and strategy.evaluates else task,
         samples=task.samples if sized else config.samples,
         batch_size=config.batch_size,
         epochs=config.epochs,

@@ -52,8 +52,10 @@ class ProgressDisplay:
         live: bool | None = None,  # None: as the console is a terminal
         clock: Callable[[], float] = time.monotonic,
         virtual: bool = False,  # whether the run's time is not ours
+        total_samples: int | None = None,  # in the place of steps, where these are few and long
     ) -> None:
         self._total, self._metric, self._target = total_steps, metric, target
+        self._total_samples, self._samples = total_samples, 0
         self._console, self._clock = console, clock
         self._began, self._virtual = clock(), virtual
         self._states = dict.fromkeys(range(workers), "starting")
@@ -122,10 +124,14 @@ class ProgressDisplay:
         elif self._points:
             self._drawn = now
             left = self._time_left()
-            step = f"step {self._step:,}" + (f" / {self._total:,}" if self._total else "")
-            self._print(
-                " · ".join([step, f"epoch {self._epoch:,}", self._status(), *([f"{left} left"] if left else [])])
-            )
+            line = [self._place(), f"epoch {self._epoch:,}", self._status(), f"{left} left" if left else ""]
+            self._print(" · ".join(part for part in line if part))
+
+    def _place(self) -> str:
+        if self._total_samples:
+            share = min(1.0, self._samples / self._total_samples)
+            return f"step {self._step:,} · {share:.0%} of the samples".replace("%", " %")
+        return f"step {self._step:,}" + (f" / {self._total:,}" if self._total else "")
 
     def _trained(self, record: Step) -> None:
         worker = record.worker
@@ -143,6 +149,7 @@ class ProgressDisplay:
     def _came_to(self, record: Step | Evaluation) -> None:
         now, before = self._clock(), self._step
         self._step, self._epoch = max(self._step, record.step), max(self._epoch, record.epoch)
+        self._samples = max(self._samples, record.samples)
         if self._total is not None:
             self._total = max(self._total, self._step)  # with fewer workers than planned there are more steps
         if isinstance(record, Evaluation) and record.step <= before:
@@ -160,10 +167,11 @@ class ProgressDisplay:
         return (last - first) / (end - start) if end > start and last >= first else None
 
     def _time_left(self) -> str:
-        if not self._total or len(self._points) < 2:
+        total, place = (self._total_samples, 2) if self._total_samples else (self._total, 3)
+        if not total or len(self._points) < 2:
             return ""
-        (start, _, _, first), (end, _, _, last) = self._points[0], self._points[-1]
-        return duration((self._total - last) * (end - start) / (last - first)) if last > first else ""
+        (start, first), (end, last) = ((point[0], point[place]) for point in (self._points[0], self._points[-1]))
+        return duration(max(0, total - last) * (end - start) / (last - first)) if last > first else ""
 
     def _status(self) -> str:
         here = [loss for worker, loss in self._losses.items() if self._states.get(worker) != "lost"]
@@ -185,14 +193,15 @@ class ProgressDisplay:
     def _area(self) -> RenderableType:
         head = Table.grid(padding=(0, 1), expand=True)
         head.add_column(no_wrap=True)
-        if self._total:
+        total, done = (self._total_samples, self._samples) if self._total_samples else (self._total, self._step)
+        if total:
             head.add_column(ratio=1)
             head.add_column(no_wrap=True)
-            bar = ProgressBar(total=self._total, completed=min(self._step, self._total))
+            bar = ProgressBar(total=total, completed=min(done, total))
             left = self._time_left()
-            head.add_row(f"step {self._step:,} / {self._total:,}", bar, f"{left} left" if left else "")
+            head.add_row(self._place(), bar, f"{left} left" if left else "")
         else:
-            head.add_row(f"step {self._step:,}")
+            head.add_row(self._place())
         workers = self._all_workers() if len(self._states) > MANY else self._each_worker()
         return Group(head, Text(self._status(), no_wrap=True, overflow="ellipsis"), workers)
 

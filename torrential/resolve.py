@@ -92,7 +92,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
     found = resolve_strategy(asked.strategy)
     strategy, settings, recipe = split_options(asked, found)
     _check_numbers(asked)
-    task = _task(asked)
+    task = _task(asked, strategy)
     joined = _samples_per_update(asked, strategy, task)
     task = _with_size(asked, task, joined)
     _check_task(asked, task)
@@ -149,9 +149,10 @@ def resolve(asked: RunRequest) -> ResolvedRun:
     return ResolvedRun(config, task, strategy, changes, idle + warnings)
 
 
-def _task(asked: RunRequest) -> Task:
+def _task(asked: RunRequest, strategy: Strategy) -> Task:
     """The task with what was asked for in the place of its own figures."""
-    task = asked.task if asked.loop is not None else with_validation(asked.task, asked.seed)
+    evaluated = asked.loop is None and strategy.evaluates
+    task = with_validation(asked.task, asked.seed) if evaluated else asked.task
     return replace(
         task,
         batch_size=task.batch_size if asked.batch_size is None else asked.batch_size,

@@ -199,8 +199,15 @@ def display_of(job: Job, show: bool | None) -> Display:
 def show_progress(job: Job, console: Any) -> Display:
     """A display that shows on `console` what it is told."""
     config = job.config
+    in_portions = not job.strategy.uses_rate and config.epochs < NO_LIMIT
     return ProgressDisplay(
-        planned_steps(job), config.workers, job.task.metric_name, config.target, console, virtual=config.world == "sim"
+        planned_steps(job),
+        config.workers,
+        job.task.metric_name,
+        config.target,
+        console,
+        virtual=config.world == "sim",
+        total_samples=config.epochs * config.samples if in_portions else None,
     ).__enter__()
 
 

@@ -84,6 +84,11 @@ class Portions:
         return [worker for worker, since in self._workers.items() if since is None]
 
     @property
+    def all_given(self) -> bool:
+        """Whether no portion waits for a worker."""
+        return not self._waiting
+
+    @property
     def scarce(self) -> bool:
         """Whether fewer portions wait than there are workers: what a worker holds back now, all may wait for."""
         return len(self._waiting) < len(self._workers)
@@ -169,6 +174,11 @@ class Portions:
         for number in numbers:
             self._held.pop(number, None)
             self._safe.add(number)
+
+    @property
+    def counted(self) -> int:
+        """The number of portions that there are results of."""
+        return len(self._held) + len(self._safe)
 
     @property
     def done(self) -> bool:

@@ -39,6 +39,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     """The worlds that the strategy runs in."""
     uses_rate: ClassVar[bool] = True
     """Whether the optimizer and its learning rate have an effect."""
+    evaluates: ClassVar[bool] = True
+    """Whether there is a model to evaluate; without one no validation data are needed."""
     bucket_bytes: ClassVar[int] = 1 << 22
     letters: ClassVar[tuple[type[msgspec.Struct], ...]] = ()
     """The kinds of letters that its roles send to one another, besides what servers understand."""

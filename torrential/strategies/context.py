@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -29,6 +29,8 @@ from torrential.params.local import LocalParameters
 from torrential.params.synchronized import Synchronized
 from torrential.server.client import Answer, Client
 from torrential.task import Task
+
+T = TypeVar("T")
 
 
 class Data(Protocol):
@@ -94,7 +96,7 @@ class Replica(Protocol):
     def fetch(self, batch: Batch) -> Any:
         """The batch as the task's data gives it, on this role's device: (inputs, targets), or what it has."""
 
-    def compute(self, batch: Batch, work: Callable[[], Tensor], share: float = 1.0) -> Tensor:
+    def compute(self, batch: Batch, work: Callable[[], T], share: float = 1.0) -> T:
         """Do some of the work on a batch. What is random in it is drawn by the batch's place in the run; where time is
         simulated it takes this share of the time of a whole forward and backward."""
 
@@ -142,8 +144,9 @@ class Progress(Protocol):
     def note(self, event: str, detail: str) -> None:
         """Put an event on record."""
 
-    def conclude(self, samples: int, loss: float) -> None:
-        """Count and record a step that was taken outside of rounds; evaluate and save when that is due."""
+    def conclude(self, samples: int, loss: float | None) -> None:
+        """Count and record a step that was taken outside of rounds; evaluate and save when that is due. None: there is
+        no loss to record."""
 
     def go_on(self, step: int, samples: int, *, over: bool = False) -> None:
         """Go on from there: a coordinator that takes another's place knows better than a checkpoint. `over`: there is

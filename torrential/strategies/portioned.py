@@ -412,6 +412,7 @@ class PortionedBatches:
     def _post(self, worker: int, **about: Any) -> None:
         keep = False if about.get("replaces") else self._unsettled.pop(worker, False)
         step, samples = self._place
+        samples += self._portions.counted * self._total // self._portions.count
         about["drop"] = worker in self._drops
         self._drops.discard(worker)
         order = Assignment(

@@ -163,6 +163,8 @@ class RoleContext:
     def leave(self) -> None:
         saving = self.progress.saving
         if saving is None and (self.servers is None or self._coordinated):
+            if self._coordinated and self.comm.address < COORDINATORS:
+                self.progress.left()
             return self.comm.leave()
         if saving is not None:
             saving.give_up()  # the last one follows

@@ -100,11 +100,11 @@ class TrainingProgress:
         if self.recorder.due(self.time) or self.finished():
             self._record()
 
-    def conclude(self, samples: int, loss: float) -> None:
-        if not math.isfinite(loss):
+    def conclude(self, samples: int, loss: float | None) -> None:
+        if loss is not None and not math.isfinite(loss):
             self.refuse(loss)
         self.stopped = self._comm.stop_requested()
-        self.stepped(samples, loss)
+        self.stepped(samples, math.nan if loss is None else loss)
         self.give_snapshot()
 
     def go_on(self, step: int, samples: int, *, over: bool = False) -> None:
@@ -125,6 +125,10 @@ class TrainingProgress:
         self.epoch = samples // self._config.samples
         if self.recorder.due(self._comm.now()):
             self._record()
+
+    def left(self) -> None:
+        """Record what this role has done since its last record, which is all."""
+        self._record()
 
     def worked(self, tally: Tally, seconds: float) -> None:
         self._outlet.record(

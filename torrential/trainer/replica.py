@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from torrential.trainer.slow import Brake
 from torrential.trainer.snapshot import buffers_of, from_checkpoint
 from torrential.trainer.state import NamedStates
 from torrential.trainer.watch import BackwardWatch
+
+T = TypeVar("T")
 
 
 class ModelReplica:
@@ -285,9 +287,12 @@ class ModelReplica:
     def fetch(self, batch: Batch) -> Any:
         return self._of_task.fetch((batch.epoch, batch.first), batch.indices)
 
-    def compute(self, batch: Batch, work: Callable[[], Tensor], share: float = 1.0) -> Tensor:
-        def seeded() -> Tensor:
+    def compute(self, batch: Batch, work: Callable[[], T], share: float = 1.0) -> T:
+        def seeded() -> T:
             seed_all(self._device, self._config.seed, TRAINING, batch.epoch, batch.first)
             return work()
 
-        return self._comm.compute(share * len(batch), seeded)
+        began = self._comm.now()
+        result = self._comm.compute(share * len(batch), seeded)
+        self._brake.hold(began)
+        return result

@@ -73,6 +73,7 @@ def return_freed_memory() -> None:
 
 
 def preload() -> None:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else numpy takes all cores in every worker
     import torch
 
     from torrential.worlds.local import child  # noqa: F401

@@ -1,0 +1,109 @@
+"""Statistics: nests of dicts, lists, tuples, tensors, arrays and numbers that can be added, sent and saved.
+
+flat(nest)             what it is made of, as plain data, and its tensors: what letters and checkpoints hold
+restored(plan, ...)    the nest again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torrential.errors import BadInput
+
+KINDS = "dicts by text, lists, tuples, tensors, arrays, numbers and texts"
+
+
+def flat(value: Any) -> tuple[Any, list[Tensor]]:
+    """A nest as plain data, in which tensors and arrays are numbers, and these."""
+    tensors: list[Tensor] = []
+    return _plan(value, tensors), tensors
+
+
+def _plan(value: Any, tensors: list[Tensor]) -> Any:
+    match value:
+        case Tensor():
+            tensors.append(value.detach().cpu().contiguous())
+            return {"tensor": len(tensors) - 1}
+        case np.ndarray() | np.generic() if value.dtype.kind in "biufc":
+            tensors.append(torch.from_numpy(np.array(value, order="C")))
+            return {"array": len(tensors) - 1}
+        case dict() if all(isinstance(name, str) for name in value):
+            return {"dict": [[name, _plan(each, tensors)] for name, each in value.items()]}
+        case list() | tuple() if type(value) in (list, tuple):
+            return {type(value).__name__: [_plan(each, tensors) for each in value]}
+        case bool() | int() | float() | str() | None:
+            return {"plain": value}
+    raise BadInput(f"a statistic or estimate may be made of {KINDS} (given: {type(value).__name__})")
+
+
+def restored(plan: Any, tensors: Sequence[Tensor]) -> Any:
+    """The nest of which `flat` made this; tensors are copied."""
+    ((kind, inside),) = plan.items()
+    match kind:
+        case "tensor":
+            return tensors[inside].clone()
+        case "array":
+            return tensors[inside].clone().numpy()
+        case "dict":
+            return {name: restored(each, tensors) for name, each in inside}
+        case "list" | "tuple":
+            made = [restored(each, tensors) for each in inside]
+            return made if kind == "list" else tuple(made)
+    return inside
+
+
+def widened(value: Any) -> Any:
+    """The nest with all its fractions in float64, in which they are added up."""
+    match value:
+        case Tensor():
+            return value.detach().double() if value.is_floating_point() else value.detach()
+        case np.ndarray() | np.generic():
+            return value.astype(np.float64) if value.dtype.kind == "f" else value
+        case dict():
+            return {name: widened(each) for name, each in value.items()}
+        case list() | tuple():
+            return type(value)(widened(each) for each in value)
+    return value
+
+
+def added(one: Any, other: Any) -> Any:
+    """The sum of two nests of the same form, place by place."""
+    match one:
+        case dict():
+            return {name: added(each, other[name]) for name, each in one.items()}
+        case list() | tuple():
+            return type(one)(added(a, b) for a, b in zip(one, other, strict=True))
+    return one + other
+
+
+def shape_of(value: Any) -> str:
+    """What a nest is made of, in words: dict(xx: float64[100, 100], n: int)."""
+    match value:
+        case Tensor():
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        case np.ndarray() | np.generic():
+            return f"{value.dtype}{list(value.shape)}"
+        case dict():
+            return f"dict({', '.join(f'{name}: {shape_of(each)}' for name, each in value.items())})"
+        case list() | tuple():
+            return f"{type(value).__name__}({', '.join(map(shape_of, value))})"
+    return type(value).__name__
+
+
+def not_finite(value: Any, where: str = "") -> Iterator[str]:
+    """The places of a nest that hold NaN or infinity, in words."""
+    match value:
+        case Mapping():
+            for name, each in value.items():
+                yield from not_finite(each, f"{where}[{name!r}]")
+        case list() | tuple():
+            for place, each in enumerate(value):
+                yield from not_finite(each, f"{where}[{place}]")
+        case Tensor() | np.ndarray() | float():
+            if not torch.as_tensor(value).isfinite().all():
+                yield where or "its value"
