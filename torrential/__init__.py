@@ -12,6 +12,7 @@ from torrential.version import __version__
 TYPE_CHECKING = False  # type checkers know better; nothing more is imported before `python -m` has its path in order
 if TYPE_CHECKING:
     from torrential.data.deal import Batch
+    from torrential.data.query import Estimate
     from torrential.errors import TorrentialError
     from torrential.exporting import export
     from torrential.launching import launch
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from torrential.strategies.context import Context, Decision, Vote
     from torrential.strategies.ddp import Ddp
     from torrential.strategies.downpour import Downpour
-    from torrential.strategies.map_reduce import Estimate
     from torrential.strategies.roles import Role, Roles, Servers
     from torrential.strategies.sandblaster import Sandblaster
     from torrential.strategies.ssp import Ssp
@@ -106,7 +106,7 @@ _HOME = {
     "Ddp": "torrential.strategies.ddp",
     "Decision": "torrential.strategies.context",
     "Downpour": "torrential.strategies.downpour",
-    "Estimate": "torrential.strategies.map_reduce",
+    "Estimate": "torrential.data.query",
     "Listener": "torrential.listeners.base",
     "MLflow": "torrential.listeners.mlflow",
     "Reduction": "torrential.map_reduce",

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from torrential import checkpoint as checkpoints
+from torrential.data.query import Query
 from torrential.data.rows import PartRows, rows_of
 from torrential.errors import BadInput
 from torrential.listeners.base import Listener
 from torrential.records import Record, Summary
 from torrential.run import train
-from torrential.strategies.map_reduce import MapReduce, Query, read_saved
+from torrential.strategies.map_reduce import MapReduce, read_saved
 from torrential.task import Task
 from torrential.worlds.sim.cluster import Cluster
 

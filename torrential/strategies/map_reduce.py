@@ -18,88 +18,24 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torrential.data.deal import Batch
 from torrential.data.ordered_sum import Block, OrderedSum, terms_of
 from torrential.data.portions import Portions
-from torrential.data.rows import Rows
-from torrential.data.statistics import added, flat, not_finite, restored, shape_of, widened
-from torrential.errors import BadInput, RunFailed
+from torrential.data.query import Query
+from torrential.data.statistics import flat, restored, shape_of
 from torrential.strategies.base import Strategy
 from torrential.strategies.context import Context
 from torrential.strategies.portioned import Over, Report
 from torrential.strategies.roles import Role, Roles
-from torrential.usercode import calling
 
 SLOW = 2.0  # a worker that takes so many times as long as the median sends every sum at once
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What `finish` may return in the place of a plain value: `objective` goes on record, `done` ends the rounds."""
-
-    value: Any
-    objective: float | None = None
-    done: bool = False
-
-
-@dataclass(frozen=True)
-class Query:
-    """What is asked of the rows. It stands in a task where a training step would."""
-
-    rows: Rows
-    statistic: Callable[..., Any]
-    combine: Callable[[Any, Any], Any] | None
-    finish: Callable[..., Any] | None
-    start: Any
-    portions: int
-
-    def __call__(self, model: nn.Module, positions: Tensor) -> Tensor:
-        """Try it on the first rows."""
-        last = len(positions) if self.rows.in_place else 1
-        found = self.compute(self.rows.read(0, last), self.start)
-        self.combined(found, found)
-        return next(model.parameters()).sum()
-
-    def span(self, number: int) -> tuple[int, int]:
-        """The rows of a portion."""
-        total = len(self.rows)
-        return number * total // self.portions, (number + 1) * total // self.portions
-
-    def compute(self, rows: Any, estimate: Any) -> Any:
-        """The statistic of some rows."""
-        with calling("statistic", whose="map_reduce"), torch.no_grad():
-            found = self.statistic(rows) if self.start is None else self.statistic(rows, estimate)
-        flat(found)
-        return widened(found)
-
-    def combined(self, one: Any, other: Any) -> Any:
-        """Two statistics as one."""
-        if self.combine is None:
-            return added(one, other)
-        with calling("combine", whose="map_reduce"), torch.no_grad():
-            return self.combine(one, other)
-
-    def finished(self, total: Any, estimate: Any) -> Estimate:
-        """The estimate that a round ends with."""
-        if self.finish is None:
-            return Estimate(total)
-        with calling("finish", whose="map_reduce"), torch.no_grad():
-            found = self.finish(total) if self.start is None else self.finish(total, estimate)
-        found = found if isinstance(found, Estimate) else Estimate(found)
-        flat(found.value)
-        for where in not_finite({"value": found.value, "objective": found.objective}, "estimate"):
-            raise RunFailed(
-                f"finish returned a number that is not finite (in {where}); shorten the step, or add a ridge"
-            )
-        return found
 
 
 # -- letters ----------------------------------------------------------------------------------------------------------
@@ -198,7 +134,7 @@ class _Portions:
         if self._first is None:
             self._first = number, shape
         elif self._first[1] != shape:
-            refuse_shapes(query, *self._first, number, shape)
+            query.refuse_shapes(*self._first, number, shape)
         return found
 
     def _rows(self, number: int) -> Any:
@@ -208,14 +144,6 @@ class _Portions:
                 return rows
             self._read[number] = rows
         return self._read[number]
-
-
-def refuse_shapes(query: Query, one: int, shape: str, other: int, another: str) -> None:
-    (first, last), (begin, end) = query.span(one), query.span(other)
-    raise BadInput(
-        f"the statistic of rows {begin} to {end - 1} has another shape than that of rows {first} to {last - 1} "
-        f"({another}, not {shape}); it must not depend on which rows it is given"
-    )
 
 
 class _Mapper:
@@ -448,7 +376,7 @@ class _Reducer:
             if self._shape is None:
                 self._shape = numbers[0], shape
             elif self._shape[1] != shape:
-                refuse_shapes(self._query, *self._shape, numbers[0], shape)
+                self._query.refuse_shapes(*self._shape, numbers[0], shape)
         self._sums.add(block, value)
         self._portions.hold(-1, numbers)
         self._portions.safe(numbers)
