@@ -37,6 +37,7 @@ class Portions:
         self.count, self._copies = count, copies
         self._homes: dict[int, int] = {}  # who had a portion last
         self._workers: dict[int, float | None] = {}  # since when each has been idle; None: it is at work
+        self._given: dict[int, set[int]] = {}  # what each has been given and not finished
         self.begin(0.0)
 
     def begin(self, now: float, done: Collection[int] = ()) -> None:
@@ -52,12 +53,13 @@ class Portions:
     # -- workers ------------------------------------------------------------------------------------------------------
     def join(self, worker: int, now: float) -> None:
         """A worker is there, and has nothing to do."""
-        self._workers[worker] = now
+        self._workers[worker], self._given[worker] = now, set()
 
     def lose(self, worker: int) -> list[int]:
         """A worker died: what it was computing waits again, if nobody else computes it, and so does what it held.
         Returns what it held."""
         self._workers.pop(worker, None)
+        self._given.pop(worker, None)
         for number, others in list(self._out.items()):
             if worker in others:
                 others.remove(worker)
@@ -111,12 +113,25 @@ class Portions:
             self.tally.copies += 1
         else:
             self._waiting.remove(number)
-        self._out.setdefault(number, []).append(worker)
+        self._hand(worker, number)
         since = self._workers[worker]
         assert since is not None, f"worker {worker} is at work"
         self.tally.idle[worker] = self.tally.idle.get(worker, 0.0) + now - since
         self._workers[worker] = None
         return number
+
+    def _hand(self, worker: int, number: int) -> None:
+        self._out.setdefault(number, []).append(worker)
+        self._given[worker].add(number)
+
+    def give_more(self, worker: int, most: int) -> list[int]:
+        """So many portions more for a worker that was given one, at most a quarter of those that wait for it."""
+        own = [number for number in self._waiting if self._home(number) == worker]
+        more = own[: min(most, len(own) // 4)]
+        for number in more:
+            self._waiting.remove(number)
+            self._hand(worker, number)
+        return more
 
     def _next(self, worker: int) -> int | None:
         """One that waits: the worker's own, or nobody's, or one of whoever has the most left, from the far end."""
@@ -144,8 +159,8 @@ class Portions:
         return None
 
     def finished(self, worker: int, number: int, now: float) -> bool:
-        """A worker has computed a portion and is idle; whether its result counts."""
-        self._workers[worker] = now
+        """A worker has computed a portion, and is idle if it has no other; whether its result counts."""
+        self.finished_late(worker, number, now)
         first = worker in self._out.get(number, ())
         if first:
             del self._out[number]
@@ -154,6 +169,12 @@ class Portions:
         else:
             self.tally.wasted += 1
         return first
+
+    def finished_late(self, worker: int, number: int, now: float) -> None:
+        """A worker has computed a portion of a batch before this one, and is idle if it has no other."""
+        self._given[worker].discard(number)
+        if not self._given[worker]:
+            self._workers[worker] = now
 
     def held(self, worker: int) -> list[int]:
         """What counts, and is in this worker's hands alone."""

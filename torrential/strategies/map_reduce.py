@@ -1,6 +1,6 @@
 """Learning by map-reduce: rounds of a statistic over all rows, which a coordinator turns into the next estimate.
 
-    coordinator ── MapOrder(portion) ──► worker        to whoever is idle; when none waits, a copy of a slow one
+    coordinator ── MapOrder(portions) ─► worker        to whoever is idle, a few at a time; when none waits, a copy
     worker ── Mapped(portion) ─────────► coordinator   the first result of a portion counts
     coordinator ── MapOrder(keep) ─────► worker        it does, or does not: the worker adds it to its sums, or not
     coordinator ── MapOrder(send) ─────► worker        when no portion waits: what have you got?
@@ -35,6 +35,7 @@ from torrential.strategies.context import Context
 from torrential.strategies.portioned import Over, Report
 from torrential.strategies.roles import Role, Roles
 
+AT_ONCE = 0.05  # seconds of work that a worker is given without being asked how far it is
 SLOW = 2.0  # a worker that takes so many times as long as the median sends every sum at once
 
 
@@ -46,9 +47,9 @@ class MapOrder(msgspec.Struct, frozen=True, tag=True):
     life: int  # to which worker of that number
     round: int
     estimate: Any = None  # the plan of the round's estimate (data/statistics.py), with the first order of a round
-    keep: bool = False  # the result of the last portion counts
+    keep: list[int] = []  # of what it has computed since the last order, the portions whose results count
     send: bool = False  # the sums of what counts
-    portion: int = -1  # compute this one; -1: nothing now
+    portions: list[int] = []  # compute these, one after the other
     samples: int = 0  # how far the run has come
 
 
@@ -80,7 +81,7 @@ class SumsHeld(msgspec.Struct, frozen=True, tag=True):
     round: int = -1
     estimate: Any = None
     kept: list[int] = []  # portions in the worker's sums
-    last: int = -1  # a portion whose result may count
+    results: list[int] = []  # portions whose results may count
 
 
 # -- the strategy -----------------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class _Mapper:
         self._round, self._estimate = -1, None
         self._sums: OrderedSum[Any] = self._no_sums()
         self._sent: dict[Block, Any] = {}  # in case that whom they were sent to is gone
-        self._last: tuple[int, Any] | None = None
+        self._results: dict[int, Any] = {}  # by portion, until it is known whether they count
 
     def _no_sums(self) -> OrderedSum[Any]:
         return OrderedSum(self._query.portions, self._query.combined)
@@ -183,8 +184,7 @@ class _Mapper:
 
     def _post_holding(self, coordinator: int) -> None:
         plan, tensors = flat(self._estimate)
-        last = -1 if self._last is None else self._last[0]
-        holding = SumsHeld(self._era, self._life, self._round, plan, self._sums.terms(), last)
+        holding = SumsHeld(self._era, self._life, self._round, plan, self._sums.terms(), list(self._results))
         self._ctx.comm.post(coordinator, holding, tensors)
 
     def _carry_out(self, order: MapOrder, tensors: Sequence[Tensor], coordinator: int) -> None:
@@ -193,17 +193,16 @@ class _Mapper:
             self._round, self._estimate = order.round, restored(order.estimate, tensors)
             self._sums, self._sent = self._no_sums(), {}
             self._portions.begin()
-        elif order.keep and self._last is not None:
-            number, value = self._last
-            self._sums.add(Block(0, number), value)
-        self._last = None
+        else:
+            for number in order.keep:
+                self._sums.add(Block(0, number), self._results[number])
+        self._results = {}
         if order.send:
             self._send(order, coordinator)
-        if order.portion >= 0:
+        for number in order.portions:
             began = ctx.comm.now()
-            self._last = order.portion, self._portions.compute(order.portion, self._round, self._estimate)
-            finished = Mapped(order.era, self._life, self._round, order.portion, ctx.comm.now() - began)
-            ctx.comm.post(coordinator, finished)
+            self._results[number] = self._portions.compute(number, self._round, self._estimate)
+            ctx.comm.post(coordinator, Mapped(order.era, self._life, self._round, number, ctx.comm.now() - began))
             ctx.progress.took_part(order.round, order.samples, math.nan)
 
     def _send(self, order: MapOrder, coordinator: int) -> None:
@@ -232,7 +231,7 @@ class _Reducer:
         self._lives: dict[int, int] = {}  # of the workers that have said that they are there
         self._told: set[int] = set()  # workers that know the round's estimate
         self._sending: set[int] = set()
-        self._unsettled: dict[int, bool] = {}  # workers whose last result waits for word: keep it or not
+        self._unsettled: dict[int, list[int]] = {}  # results that count, and whose workers do not know it yet
         self._seconds: dict[int, float] = {}  # that each worker took for its last portion
         self._sums: OrderedSum[Any] = OrderedSum(self._query.portions, self._query.combined)
         self._shape: tuple[int, str] | None = None
@@ -326,9 +325,8 @@ class _Reducer:
             self._told.add(worker)
             self._portions.hold(worker, holding.kept)
         for worker, holding in holdings.items():
-            if holding.last >= 0 and self._portions.waits(holding.last):
-                self._portions.hold(worker, [holding.last])
-                self._unsettled[worker] = True
+            self._unsettled[worker] = [number for number in holding.results if self._portions.waits(number)]
+            self._portions.hold(worker, self._unsettled[worker])
 
     def _compute_alone(self) -> None:
         """All workers have left, since the round was finished; but who was told so is gone."""
@@ -355,11 +353,11 @@ class _Reducer:
                     self._lose(worker)  # it died and came back
                 self._join(worker, life)
             case Mapped(era, life, round, portion, seconds) if self._is_known(worker, era, life):
-                if round == self._round:
-                    self._unsettled[worker] = self._portions.finished(worker, portion, self._ctx.comm.now())
-                    self._seconds[worker] = seconds
-                else:
-                    self._portions.join(worker, self._ctx.comm.now())
+                if round != self._round:
+                    return self._portions.finished_late(worker, portion, self._ctx.comm.now())
+                self._seconds[worker] = seconds
+                if self._portions.finished(worker, portion, self._ctx.comm.now()):
+                    self._unsettled.setdefault(worker, []).append(portion)
             case Sums(era, life, round, blocks, plans) if self._is_known(worker, era, life) and round == self._round:
                 self._sending.discard(worker)
                 left = list(tensors)
@@ -387,15 +385,25 @@ class _Reducer:
         for worker in self._portions.idle:
             send = worker not in self._sending and bool(self._portions.held(worker)) and self._is_time(worker)
             number = self._portions.give(worker, self._ctx.comm.now())
-            if send or number is not None:
-                self._post(worker, send, -1 if number is None else number)
+            if number is not None:
+                self._post(worker, send, [number, *self._portions.give_more(worker, self._more(worker))])
+            elif send:
+                self._post(worker, send, [])
 
     def _is_time(self, worker: int) -> bool:
         """Whether a worker is to send its sums: when nothing waits; a slow one always, or others would wait for it."""
-        usual = statistics.median(self._seconds.values()) if self._seconds else 0.0
-        return self._portions.all_given or self._seconds.get(worker, 0.0) > SLOW * usual
+        return self._portions.all_given or self._is_slow(worker)
 
-    def _post(self, worker: int, send: bool, portion: int) -> None:
+    def _is_slow(self, worker: int) -> bool:
+        usual = statistics.median(self._seconds.values()) if self._seconds else 0.0
+        return self._seconds.get(worker, 0.0) > SLOW * usual
+
+    def _more(self, worker: int) -> int:
+        """Portions to give a worker besides the first, so that it need not ask after each one that is soon done."""
+        took = self._seconds.get(worker)
+        return 0 if took is None or self._is_slow(worker) else int(AT_ONCE / max(took, 1e-6))
+
+    def _post(self, worker: int, send: bool, portions: list[int]) -> None:
         plan, tensors = (None, list[Tensor]()) if worker in self._told else flat(self._estimate)
         self._told.add(worker)
         if send:
@@ -405,9 +413,9 @@ class _Reducer:
             self._lives[worker],
             self._round,
             plan,
-            keep=self._unsettled.pop(worker, False),
+            keep=self._unsettled.pop(worker, []),
             send=send,
-            portion=portion,
+            portions=portions,
             samples=self._samples(),
         )
         self._ctx.comm.post(worker, order, tensors)
