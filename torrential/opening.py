@@ -122,8 +122,8 @@ def _resumed(
         raise BadInput(f"the run in {directory} is of a script; go on with: torrential launch --resume {directory}")
     if task is None:
         task = _load_task(directory, config)
-    strategy = _same_strategy(directory, config, given)
     model = build_model(task)
+    strategy = _same_strategy(directory, config, given, task, model)
     spec = over_model(task.optimizer, model)
     sized = task.samples is not None or hasattr(task.train, "__len__")
     task = replace(
@@ -224,7 +224,7 @@ def _load_task(directory: Path, config: RunConfig) -> Task:
     return load_task(config.source)
 
 
-def _same_strategy(directory: Path, config: RunConfig, given: Given | None) -> Strategy:
+def _same_strategy(directory: Path, config: RunConfig, given: Given | None, task: Task, model: nn.Module) -> Strategy:
     """The strategy that the run was begun with: loaded again, or given by the program that made it."""
     if given is None:
         given = _source_of_strategy(directory, config)
@@ -234,6 +234,7 @@ def _same_strategy(directory: Path, config: RunConfig, given: Given | None) -> S
         raise BadInput(f"the strategy of {directory} has changed ({then} then, {now} now); start another run")
     if not isinstance(given, Strategy):
         return found.make(config.options)
+    given = given.fitted(task, model, config.workers)
     if (options := plain_options(given)) != config.options:
         raise BadInput(f"the options of {now} have changed ({config.options} then, {options} now); start another run")
     return given

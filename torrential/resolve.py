@@ -106,6 +106,9 @@ def resolve(asked: RunRequest) -> ResolvedRun:
     task = _with_optimizer(task, asked, strategy, model)
     servers = _servers(asked, strategy, settings, model)
     strategy.refuse(task, model)
+    changed = changed_options(strategy, found.source)
+    with calling("fitted", whose=type(strategy).name):
+        strategy = strategy.fitted(task, model, asked.workers)
     if isinstance(settings, LocalSettings):
         settings = _check_local(asked, settings, servers, device)
         settings, idle = _check_loaders(settings, task)
@@ -141,7 +144,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         script=None if asked.loop is None else (asked.loop.script.path, *asked.loop.script.args),
         minimize=not task.maximize,
         metric=task.metric_name,
-        changed=changed_options(strategy, found.source),
+        changed=changed,
     )
     schedule, described = examine_schedule(config, joined, task.schedule)
     config, task = msgspec.structs.replace(config, schedule=described), replace(task, schedule=schedule)

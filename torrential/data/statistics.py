@@ -41,18 +41,18 @@ def _plan(value: Any, tensors: list[Tensor]) -> Any:
     raise BadInput(f"a statistic or estimate may be made of {KINDS} (given: {type(value).__name__})")
 
 
-def restored(plan: Any, tensors: Sequence[Tensor]) -> Any:
-    """The nest of which `flat` made this; tensors are copied."""
+def restored(plan: Any, tensors: Sequence[Tensor], copy: bool = True) -> Any:
+    """The nest of which `flat` made this, with copies of the tensors or with themselves."""
     ((kind, inside),) = plan.items()
     match kind:
         case "tensor":
-            return tensors[inside].clone()
+            return tensors[inside].clone() if copy else tensors[inside]
         case "array":
             return tensors[inside].clone().numpy()
         case "dict":
-            return {name: restored(each, tensors) for name, each in inside}
+            return {name: restored(each, tensors, copy) for name, each in inside}
         case "list" | "tuple":
-            made = [restored(each, tensors) for each in inside]
+            made = [restored(each, tensors, copy) for each in inside]
             return made if kind == "list" else tuple(made)
     return inside
 

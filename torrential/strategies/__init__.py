@@ -8,7 +8,10 @@ from torrential.strategies.base import Strategy
 from torrential.strategies.bsp import Bsp
 from torrential.strategies.ddp import Ddp
 from torrential.strategies.downpour import Downpour
+from torrential.strategies.pipeline import Pipeline
 from torrential.strategies.sandblaster import Sandblaster
 from torrential.strategies.ssp import Ssp
 
-STRATEGIES: dict[str, type[Strategy]] = {s.name: s for s in (AllReduce, Bsp, Ssp, Backup, Downpour, Sandblaster, Ddp)}
+STRATEGIES: dict[str, type[Strategy]] = {
+    s.name: s for s in (AllReduce, Bsp, Ssp, Backup, Downpour, Sandblaster, Pipeline, Ddp)
+}

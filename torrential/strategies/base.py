@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import msgspec
 from torch import Tensor, nn
@@ -76,6 +76,11 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
 
     def refuse(self, task: Task, model: nn.Module) -> None:
         """Raise BadInput, before anything is started, for a task that the strategy cannot train; none by default."""
+
+    def fitted(self, task: Task, model: nn.Module, workers: int) -> Self:
+        """The strategy with options filled in that depend on the task, such as where its model is cut; by default the
+        strategy as it is. What it returns is on record, and a run that is resumed has the same."""
+        return self
 
     def part(self, model: nn.Module, rank: int, workers: int) -> nn.Module:
         """The part of the model that a worker has; by default all of it. Its parameters are those of `model`."""

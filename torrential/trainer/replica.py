@@ -253,12 +253,17 @@ class ModelReplica:
             for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
                 parameter.data.copy_(entry.view(self._vector), non_blocking=True)
 
-    def _collect(self, gradient: Tensor) -> None:
-        """Gradients from where autograd left them into the flat vector; clipped here, before they are sent."""
+    def collected(self) -> Tensor:
+        gradient = self.gradient()
         for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
             grad = flat_gradient(parameter)
             target = gradient[entry.start : entry.stop]
             target.zero_() if grad is None else target.copy_(grad)
+        return gradient
+
+    def _collect(self, gradient: Tensor) -> None:
+        """Gradients from where autograd left them into the flat vector; clipped here, before they are sent."""
+        self.collected()
         if self._task.clip_norm is not None:
             norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
             gradient *= min(1.0, self._task.clip_norm / (norm + 1e-6))
@@ -287,9 +292,11 @@ class ModelReplica:
     def fetch(self, batch: Batch) -> Any:
         return self._of_task.fetch((batch.epoch, batch.first), batch.indices)
 
-    def compute(self, batch: Batch, work: Callable[[], T], share: float = 1.0) -> T:
+    def compute(self, batch: Batch, work: Callable[[], T], share: float = 1.0, part: int = 0) -> T:
+        place = (batch.epoch, batch.first, part) if part else (batch.epoch, batch.first)
+
         def seeded() -> T:
-            seed_all(self._device, self._config.seed, TRAINING, batch.epoch, batch.first)
+            seed_all(self._device, self._config.seed, TRAINING, *place)
             return work()
 
         began = self._comm.now()

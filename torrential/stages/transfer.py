@@ -1,0 +1,91 @@
+"""Activations from one stage to the next, and their gradients back.
+
+What a stage puts out may be a tensor, or a tuple, list or dict of them. The first time that it is of so many samples, a
+description of it goes ahead; after that the tensors alone travel. Gradients of floating-point tensors come back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from torrential.comm.protocol import Comm, Handle
+from torrential.data.statistics import flat, restored, shape_of
+from torrential.errors import RunFailed
+from torrential.stages.cut import tensors_of
+
+Key = tuple[int, int, int]  # the other stage's worker, samples, chunk
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What travels between two stages."""
+
+    plan: Any  # data/statistics.py
+    tensors: list[tuple[list[int], str]]  # shapes and dtypes
+
+
+class Sender:
+    """Sends what a stage has computed."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._told: dict[Key, tuple[Description, str]] = {}
+
+    def activation(self, to: int, value: Any, samples: int, chunk: int) -> list[Handle]:
+        """Send the output of this stage for so many samples; `chunk` is the receiver's."""
+        plan, tensors = flat(value)
+        described = Description(plan, [(list(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors])
+        handles = []
+        before = self._told.get((to, samples, chunk))
+        if before is None:
+            self._told[to, samples, chunk] = described, shape_of(value)
+            said = torch.frombuffer(bytearray(msgspec.msgpack.encode(described)), dtype=torch.uint8)
+            handles += [self._comm.send(each, to, f"about {chunk}") for each in (torch.tensor([len(said)]), said)]
+        elif before[0] != described:
+            raise RunFailed(
+                f"the output of a stage changes its shape between microbatches of {samples} samples ({before[1]}, then "
+                f"{shape_of(value)}); stages need the same shapes every time"
+            )
+        return handles + [self._comm.send(tensor, to, f"activation {chunk}") for tensor in tensors]
+
+    def gradient(self, to: int, inputs: Any, chunk: int) -> list[Handle]:
+        """Send the gradients of what this stage was given; `chunk` is the receiver's."""
+        slopes = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in differentiable(inputs)]
+        return [self._comm.send(slope, to, f"gradient {chunk}") for slope in slopes]
+
+
+class Receiver:
+    """Receives what the stages beside this one have computed."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._known: dict[Key, Description] = {}
+
+    def activation(self, source: int, samples: int, chunk: int) -> Any:
+        """The input of this stage's chunk, for so many samples; gradients are wanted of it."""
+        described = self._known.get((source, samples, chunk))
+        if described is None:
+            size = self._comm.recv(torch.empty(1, dtype=torch.int64), source, f"about {chunk}").wait()
+            said = self._comm.recv(torch.empty(int(size), dtype=torch.uint8), source, f"about {chunk}").wait()
+            described = msgspec.msgpack.decode(said.numpy().tobytes(), type=Description)
+            self._known[source, samples, chunk] = described
+        tensors = [
+            self._comm.recv(torch.empty(shape, dtype=getattr(torch, dtype)), source, f"activation {chunk}").wait()
+            for shape, dtype in described.tensors
+        ]
+        for tensor in tensors:
+            tensor.requires_grad_(tensor.is_floating_point())
+        return restored(described.plan, tensors, copy=False)
+
+    def gradient(self, source: int, outputs: Any, chunk: int) -> list[Tensor]:
+        """The gradients of what this stage's chunk has put out."""
+        places = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in differentiable(outputs)]
+        return [self._comm.recv(place, source, f"gradient {chunk}").wait() for place in places]
+
+
+def differentiable(value: Any) -> list[Tensor]:
+    """The tensors in a nest of which gradients are sent."""
+    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
