@@ -28,7 +28,7 @@ LAYERS = [
     | {"descriptors", "files", "fused", "locks", "processes", "search_path", "streams"},
     {"data", "optim", "shipping", "tasks", "userfiles"},
     {"comm"},
-    {"params", "server", "membership"},
+    {"params", "server", "membership", "stages"},
     {"strategies"},
     {"checkpoint", "trainer", "loop"},
     {

@@ -1,0 +1,210 @@
+"""What each layer of a model costs: seconds forward and backward, bytes of its output and of its parameters.
+
+The layers are the children of an nn.Sequential; of any other model, the blocks that it calls: its children, of
+containers that are never called themselves (nn.ModuleList) the members, of a nested nn.Sequential its children. Each is
+timed by itself, on the input that it gets in a step of the task. What a model computes between its blocks is in none.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from torrential import randomness
+from torrential.data.batches import training_batches
+from torrential.errors import BadInput
+from torrential.records import replace_file
+from torrential.step import run_step
+from torrential.task import Task, build_model, training_samples
+
+Progress = Callable[[int, int], None]  # layers done, layers
+
+
+class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer, on a batch of a given size."""
+
+    name: str
+    """The layer's name in the model, as in `named_modules`."""
+    kind: str
+    """The class of the layer."""
+    forward_seconds: float
+    backward_seconds: float
+    recompute_seconds: float
+    """The seconds that recomputing the layer in backward adds: those of a forward that keeps nothing."""
+    activation_bytes: int
+    """The bytes of its output, which cross to the next stage if the model is cut here; so do those of its gradient."""
+    parameter_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+
+class _Call(NamedTuple):
+    args: Any  # nests of tensors
+    kwargs: dict[str, Any]
+
+
+def profile_task(
+    task: Task,
+    batch_size: int | None = None,
+    *,
+    layers: Sequence[str] | None = None,
+    runs: int = 5,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> list[LayerProfile]:
+    """Profile the layers of a task's model on one batch of its training data, on the CPU with one thread.
+
+    `batch_size`: samples, the task's own by default. `layers`: the names of the modules to profile, in the order of
+    their calls; by default those that `blocks` finds. Times are medians of `runs`.
+    """
+    size = task.batch_size if batch_size is None else batch_size
+    if size < 1:
+        raise BadInput(f"batch_size must be at least 1 (got {size})")
+    if runs < 1:
+        raise BadInput(f"runs must be at least 1 (got {runs})")
+    randomness.seed_all(randomness.CPU, seed, randomness.MODEL)
+    model = build_model(task).train()
+    batch = training_batches(task).fetch(torch.arange(min(size, training_samples(task))))
+    chosen = blocks(model) if layers is None else _named(model, layers)
+    with _one_thread():
+        calls = _record_calls(chosen, lambda: run_step(task, model, batch))
+        called = {name: chosen[name] for name in calls}  # in the order of their first calls
+        found = []
+        for done, (name, module) in enumerate(called.items()):
+            if progress is not None:
+                progress(done, len(called))
+            found.append(_profile(name, module, calls[name], runs))
+    if progress is not None:
+        progress(len(called), len(called))
+    return found
+
+
+def blocks(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """The layers at which a model can be cut, by name; a model without children is one layer, named ""."""
+    found: dict[str, nn.Module] = {}
+    for name, child in model.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict) and len(child):
+            found |= blocks(child, f"{path}.")
+        else:
+            found[path] = child
+    return found or {prefix.rstrip("."): model}
+
+
+def save_profile(layers: Sequence[LayerProfile], path: Path) -> None:
+    """Write a profile as JSON."""
+    replace_file(path, msgspec.json.format(msgspec.json.encode(layers)) + b"\n")
+
+
+def load_profile(path: Path) -> list[LayerProfile]:
+    """Read what `save_profile` has written."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[LayerProfile])
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror}; write it with 'torrential profile TASK --out {path}'") from error
+    except msgspec.MsgspecError as error:
+        raise BadInput(
+            f"{path} is no profile ({error}); write one with 'torrential profile TASK --out FILE'"
+        ) from error
+
+
+def _named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    known = dict(model.named_modules())
+    missing = [name for name in names if name not in known]
+    if missing:
+        offered = ", ".join([*blocks(model)][:12])
+        raise BadInput(f"the model has no module named {missing[0]!r}; its blocks are: {offered}")
+    return {name: known[name] for name in names}
+
+
+def _record_calls(chosen: dict[str, nn.Module], step: Callable[[], Any]) -> dict[str, list[_Call]]:
+    """What each module is given in one step, by name, in the order of the first calls."""
+    calls: dict[str, list[_Call]] = {}
+
+    def note(name: str) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
+        def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            calls.setdefault(name, []).append(_Call(*_copied((args, kwargs))))
+
+        return before
+
+    hooks = [module.register_forward_pre_hook(note(name), with_kwargs=True) for name, module in chosen.items()]
+    try:
+        with torch.no_grad():
+            step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _copied(nest: Any, graph: bool = False) -> Any:
+    """The nest with copies of its tensors, which a module may change in place; with `graph`, copies that gradients flow
+    through."""
+    leaves, shape = tree_flatten(nest)
+    copies = [_copy(leaf, graph) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tree_unflatten(copies, shape)
+
+
+def _copy(tensor: Tensor, graph: bool) -> Tensor:
+    plain = tensor.detach()
+    return plain.requires_grad_().clone() if graph and plain.is_floating_point() else plain.clone()
+
+
+def _profile(name: str, module: nn.Module, calls: list[_Call], runs: int) -> LayerProfile:
+    rounds = [_time(module, calls) for _ in range(runs + 1)][1:]  # the first one warms up
+    forward, backward, recompute = (statistics.median(column) for column in zip(*rounds, strict=True))
+    with torch.no_grad():
+        outputs = [module(*args, **kwargs) for args, kwargs in map(_copied, calls)]
+    return LayerProfile(
+        name=name,
+        kind=type(module).__name__,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        recompute_seconds=recompute,
+        activation_bytes=sum(t.nbytes for t in tree_flatten(outputs)[0] if isinstance(t, Tensor)),
+        parameter_bytes=sum(p.nbytes for p in module.parameters()),
+    )
+
+
+def _time(module: nn.Module, calls: list[_Call]) -> tuple[float, float, float]:
+    """The seconds of forward, of backward, and of a forward that keeps nothing, of all calls together."""
+    forward = backward = recompute = 0.0
+    for call in calls:
+        args, kwargs = _copied((call.args, call.kwargs), graph=True)
+        began = time.perf_counter()
+        output = module(*args, **kwargs)
+        forward += time.perf_counter() - began
+        reached = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor) and t.requires_grad]
+        gradients = [torch.ones_like(t) for t in reached]
+        began = time.perf_counter()
+        if reached:
+            torch.autograd.backward(reached, gradients)
+        backward += time.perf_counter() - began
+        module.zero_grad(set_to_none=True)
+        args, kwargs = _copied((call.args, call.kwargs))
+        began = time.perf_counter()
+        with torch.no_grad():
+            module(*args, **kwargs)
+        recompute += time.perf_counter() - began
+    return forward, backward, recompute
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
