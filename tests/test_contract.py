@@ -29,6 +29,7 @@ PLAIN: dict[str, dict[str, Any]] = {  # options with which one worker does what 
     "ssp": {},
     "backup": {"backups": 0},
     "downpour": {"server": "task"},
+    "pipeline": {"microbatches": 1},
     "ddp": {},
 }  # sandblaster chooses its steps by itself
 JOINED: dict[str, dict[str, Any]] = {  # ... and with which many are one with a large batch
@@ -36,6 +37,7 @@ JOINED: dict[str, dict[str, Any]] = {  # ... and with which many are one with a 
     "bsp": {},
     "ssp": {"staleness": 0},
     "backup": {"backups": 0},
+    "pipeline": {"stages": 1, "microbatches": 4},
     "ddp": {},
 }
 

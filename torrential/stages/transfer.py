@@ -46,8 +46,8 @@ class Sender:
             handles += [self._comm.send(each, to, f"about {chunk}") for each in (torch.tensor([len(said)]), said)]
         elif before[0] != described:
             raise RunFailed(
-                f"the output of a stage changes its shape between microbatches of {samples} samples ({before[1]}, then "
-                f"{shape_of(value)}); stages need the same shapes every time"
+                f"the output of worker {self._comm.rank}'s stage changes its shape between microbatches of {samples} "
+                f"samples ({before[1]}, then {shape_of(value)}); stages need the same shapes every time"
             )
         return handles + [self._comm.send(tensor, to, f"activation {chunk}") for tensor in tensors]
 

@@ -129,11 +129,11 @@ class Pipeline(Strategy, frozen=True, kw_only=True):
         return found
 
     def worker(self, ctx: Context) -> None:
-        stage = _Stage(self, ctx)
+        stage = _StageWorker(self, ctx)
         ctx.rounds(stage.propose, stage.conclude)
 
 
-class _Stage:
+class _StageWorker:
     """One worker's stage: runs its list of actions on the microbatches of every batch."""
 
     def __init__(self, strategy: Pipeline, ctx: Context) -> None:

@@ -1,0 +1,275 @@
+"""Pipelines: plain training whatever the stages, microbatches and order, in both worlds; what is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import torrential as tt
+from torrential.errors import BadInput, RunFailed
+from torrential.records import Step
+from torrential.stages.cut import balanced_cuts, layer_costs
+from torrential.strategies.pipeline import Pipeline
+
+pytestmark = pytest.mark.timeout(120)
+DRAW = torch.Generator().manual_seed(0)
+INPUTS = torch.randn(70, 12, dtype=torch.float64, generator=DRAW)
+LABELS = torch.randint(4, (70,), generator=DRAW)
+DATA = TensorDataset(INPUTS, LABELS)
+TOLERANCE = 1e-12  # in float64
+
+
+def layered() -> nn.Sequential:
+    widths = [12, 20, 16, 16, 4]
+    layers = [[nn.Linear(a, b), nn.Tanh()] for a, b in itertools.pairwise(widths)]
+    return nn.Sequential(*itertools.chain(*layers))[:-1].double()
+
+
+def task(model: Any = layered, **more: Any) -> tt.Task:
+    given: dict[str, Any] = {
+        "model": model,
+        "loss": F.cross_entropy,
+        "train": DATA,
+        "validation": DATA,
+        "test": DATA,
+        "optimizer": tt.optimizer("sgd", lr=0.2, momentum=0.9, weight_decay=1e-3),
+        "batch_size": 20,
+        "epochs": 2,
+        "name": "layered",
+    }
+    return tt.Task(**given | more)
+
+
+def train(out: Path, given: tt.Task, workers: int, strategy: str = "pipeline", world: str = "sim", **more: Any) -> Any:
+    cluster = {"cluster": {"compute": {"seconds_per_sample": 1e-3}}} if world == "sim" else {}
+    options = cluster | {"device": "cpu", "progress": False} | more
+    return tt.train(given, strategy, workers=workers, world=world, out=out, **options)
+
+
+def difference(one: nn.Module, other: nn.Module) -> float:
+    mine, theirs = one.state_dict(), other.state_dict()
+    assert mine.keys() == theirs.keys()
+    return max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    return train(tmp_path_factory.mktemp("plain") / "run", task(), 1, "allreduce").model
+
+
+# -- plain training ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("order", ["gpipe", "1f1b", "interleaved"])
+def test_any_stages_and_microbatches_are_plain_training(
+    plain: nn.Module, tmp_path: Path, order: str, stages: int
+) -> None:
+    chunks = 2 if order == "interleaved" and 1 < stages < 4 else 1
+    for microbatches in (1, 2, 5, 8):
+        how = {"order": order, "microbatches": microbatches, "chunks": chunks}
+        result = train(tmp_path / str(microbatches), task(), stages, **how)
+        assert result.summary.samples == 140 and result.summary.steps == 8
+        assert difference(result.model, plain) < TOLERANCE, how
+
+
+@pytest.mark.parametrize("how", [{"workers": 2}, {"workers": 3, "order": "gpipe"}, {"workers": 4, "stages": 2}])
+def test_processes_compute_what_the_simulation_does(tmp_path: Path, how: dict[str, Any]) -> None:
+    here = train(tmp_path / "local", task(), world="local", **how)
+    there = train(tmp_path / "sim", task(), **how)
+    assert difference(here.model, there.model) < TOLERANCE
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_several_pipelines_are_one_large_batch(tmp_path: Path, clip: float | None) -> None:
+    given = task(clip_norm=clip)
+    together = train(tmp_path / "pipelines", given, 6, stages=3, microbatches=4)
+    reference = train(tmp_path / "plain", given, 2, "allreduce")
+    assert difference(together.model, reference.model) < 1e-9  # the norm is summed in another order
+    assert together.summary.samples == 140
+
+
+def test_an_optimizer_with_state_and_groups_is_each_stages_own(tmp_path: Path) -> None:
+    given = task(optimizer=tt.optimizer("adamw", lr=0.01, weight_decay=0.1))
+    result = train(tmp_path / "run", given, 3)
+    reference = train(tmp_path / "plain", given, 1, "allreduce")
+    assert difference(result.model, reference.model) < TOLERANCE
+
+
+class Shared(nn.Module):
+    """A layer that passes two tensors on, one of which jumps over the next layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"short": x, "long": self.inner(x).tanh(), "count": torch.tensor(len(x))}
+
+
+class Over(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        assert int(given["count"]) == len(given["long"])
+        return given["short"], self.inner(given["long"])
+
+
+class Joined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(12, 4)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        return self.out(given[0] + given[1])
+
+
+def test_what_jumps_a_stage_travels_with_the_activations(tmp_path: Path) -> None:
+    given = task(lambda: nn.Sequential(Shared(), Over(), Joined()).double())
+    result = train(tmp_path / "run", given, 3, cuts="1,2")
+    assert difference(result.model, train(tmp_path / "plain", given, 1, "allreduce").model) < TOLERANCE
+
+
+def tied() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12)).double()
+    model[2].weight = model[0].weight
+    model[4].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("workers", [3, 6])
+def test_parameters_that_stages_share_have_their_gradients_summed(tmp_path: Path, workers: int) -> None:
+    given = task(tied, clip_norm=0.3)
+    result = train(tmp_path / "run", given, workers, stages=3)
+    reference = train(tmp_path / "plain", given, workers // 3, "allreduce")
+    assert difference(result.model, reference.model) < 1e-9
+    assert result.model[4].weight is result.model[0].weight
+
+
+def test_batch_norm_keeps_statistics_of_microbatches(tmp_path: Path) -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
+
+    result = train(tmp_path / "run", task(model, epochs=1), 2, microbatches=2)
+    seen = int(result.model[1].num_batches_tracked)
+    assert seen == 2 * result.summary.steps
+
+
+def random_model() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(12, 16), nn.Dropout(0.3), nn.Linear(16, 16), nn.Dropout(0.3), nn.Linear(16, 4)
+    ).double()
+
+
+def test_recomputing_draws_the_same_numbers_again(tmp_path: Path) -> None:
+    kept = train(tmp_path / "kept", task(random_model), 2)
+    again = train(tmp_path / "again", task(random_model), 2, recompute=True)
+    assert difference(kept.model, again.model) == 0.0
+    other = train(tmp_path / "other", task(random_model), 2, seed=1)
+    assert difference(kept.model, other.model) > 0
+
+
+def test_a_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    given = task(random_model, optimizer=tt.optimizer("adam", lr=0.01))
+    whole = train(tmp_path / "whole", given, 2, world="local", threads=1, epochs=4)
+    train(tmp_path / "cut", given, 2, world="local", threads=1, epochs=2)
+    resumed = tt.train(given, resume=tmp_path / "cut", epochs=4, progress=False)
+    assert resumed.summary.steps == whole.summary.steps
+    assert difference(resumed.model, whole.model) == 0.0
+
+
+# -- cutting ----------------------------------------------------------------------------------------------------------
+def test_parts_cost_about_the_same() -> None:
+    model = nn.Sequential(nn.Linear(12, 100), nn.Tanh(), nn.Linear(100, 100), nn.Tanh(), nn.Linear(100, 4)).double()
+    costs = layer_costs(task(), model)
+    assert costs[2] > costs[0] > costs[1] and len(costs) == 5
+    for parts in range(1, 6):
+        cuts = balanced_cuts(costs, parts)
+        largest = max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *cuts, 5]))
+        every = itertools.combinations(range(1, 5), parts - 1)
+        assert largest == min(max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *c, 5])) for c in every)
+
+
+def test_a_worker_has_the_parameters_of_its_stage_alone() -> None:
+    model = layered()
+    pipeline = Pipeline(stages=2).fitted(task(), model, 2)
+    parts = [pipeline.part(copy.deepcopy(model), rank, 2) for rank in (0, 1)]
+    assert sum(p.numel() for part in parts for p in part.parameters()) == sum(p.numel() for p in model.parameters())
+    assert pipeline.cuts == "3" and sum(map(float, pipeline.costs.split(","))) == pytest.approx(1, abs=1e-3)
+
+
+def test_stages_record_where_their_time_went(tmp_path: Path) -> None:
+    """With M microbatches of equal cost, K - 1 of M + K - 1 slots are idle on each of K stages."""
+    given = task(batch_size=64, train=TensorDataset(INPUTS[:64], LABELS[:64]))
+    steps = [r for r in train(tmp_path / "run", given, 4, costs="1,1,1,1").history if isinstance(r, Step)]
+    whole = 2 * 64e-3  # seconds of compute of all stages, two steps
+    for worker in range(4):
+        mine = [r for r in steps if r.worker == worker]
+        assert sum(r.compute for r in mine) == pytest.approx(whole / 4, rel=0.02)
+        assert mine[-1].time == pytest.approx(whole / 4 * (8 + 3) / 8, rel=0.05)
+
+
+# -- what cannot be done ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("workers", "options", "why"),
+    [
+        (8, {}, "7 layers cannot be cut into 8 parts"),
+        (3, {"stages": 2}, r"stages=2 does not divide the workers \(3\)"),
+        (2, {"cuts": "2,3"}, "give 1 rising numbers between 1 and 6"),
+        (2, {"cuts": "x"}, "cuts are numbers of layers"),
+        (2, {"costs": "1"}, "must be 2 numbers above 0"),
+        (2, {"chunks": 2}, "chunks=2 is for order=interleaved"),
+        (1, {"chunks": 2, "order": "interleaved"}, "needs several stages"),
+        (2, {"order": "zigzag"}, "order"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path: Path, workers: int, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadInput, match=why):
+        train(tmp_path / "run", task(), workers, **options)
+
+
+def test_models_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="only an nn.Sequential can be cut into stages .the model is a Linear"):
+        train(tmp_path / "run", task(lambda: nn.Linear(12, 4).double()), 2)
+    own = task(loss=None, step=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+    with pytest.raises(BadInput, match="pipeline needs outputs and targets apart"):
+        train(tmp_path / "run", own, 2)
+    normed = task(lambda: nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4)).double())
+    with pytest.raises(BadInput, match="recompute would count every batch twice in the running statistics of 1"):
+        train(tmp_path / "run", normed, 2, recompute=True)
+
+
+class Odd(nn.Module):
+    """A layer whose output depends on the number of times that it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x[:, :5] if self.calls == 6 and self.training else x
+
+
+def test_a_stage_that_fails_or_changes_its_shape_is_named(tmp_path: Path) -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(12, 8), Odd(), nn.Linear(8, 4)).double()
+
+    with pytest.raises(
+        RunFailed, match=r"output of worker 0's stage changes its shape between microbatches of 2 samples"
+    ):
+        train(tmp_path / "run", task(model), 2, cuts="2", world="local", batch_size=16)
+
+
+def test_a_dead_stage_ends_the_run_with_a_line(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="worker 1"):
+        cluster = {"faults": [{"kind": "crash", "worker": 1, "at": 0.05}], "compute": {"seconds_per_sample": 1e-3}}
+        train(tmp_path / "run", task(), 2, cluster=cluster)
