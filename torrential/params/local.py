@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torrential.comm.protocol import Agreement
+from torrential.errors import RunFailed
 from torrential.optim.outside import Outside
 from torrential.optim.rates import Rates
 from torrential.optimizers import OptimizerSpec
@@ -19,6 +20,8 @@ from torrential.params.base import computing_device, dtype_name, is_elementwise
 from torrential.params.layout import Layout
 from torrential.params.optimizer_state import begin_momentum, restored, states_of
 from torrential.params.whole import form_of, in_order, lies_in
+
+_UPDATES = "updates"
 
 
 class LocalParameters:
@@ -110,6 +113,8 @@ class LocalParameters:
 
     def load_values(self, values: Mapping[str, Tensor]) -> None:
         for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
+            if entry.name not in values:
+                raise RunFailed(f"no worker has the parameter {entry.name} any more, nor a copy of it; resume the run")
             parameter.data.copy_(values[entry.name])
 
     def optimizer_state(self) -> dict[str, Tensor]:
@@ -121,14 +126,19 @@ class LocalParameters:
             f"{names[index]}/{key}": value.detach()
             for index, key, value in states_of(self._optimizer, self._parameters)
         }
-        return states | {"counts": torch.tensor(self.counts)}
+        return states | {f"{name}/{_UPDATES}": torch.tensor(n) for name, n in zip(names, self.counts, strict=True)}
 
     def load_optimizer_state(self, states: Mapping[str, Tensor]) -> None:
-        by_name = {e.name: p for e, p in zip(self.layout.entries, self._parameters, strict=True)}
+        """Take over such a state; what is said of parameters that are not here has no effect."""
+        by_name = {e.name: (e, p) for e, p in zip(self.layout.entries, self._parameters, strict=True)}
         self._optimizer.state.clear()
-        self.counts[:] = states["counts"].tolist()
         for name, tensor in states.items():
-            parameter, _, key = name.rpartition("/")
-            if parameter:
-                on = by_name[parameter].device if tensor.dim() else tensor.device
-                self._optimizer.state[by_name[parameter]][key] = restored(key, tensor.to(on), self._form)
+            owner, _, key = name.rpartition("/")
+            if owner not in by_name:
+                continue
+            entry, parameter = by_name[owner]
+            if key == _UPDATES:
+                self.counts[entry.index] = int(tensor)
+            else:
+                on = parameter.device if tensor.dim() else tensor.device
+                self._optimizer.state[parameter][key] = restored(key, tensor.to(on), self._form)

@@ -107,8 +107,9 @@ class ModelReplica:
         return {self._names[name]: tensor for name, tensor in buffers_of(self.model).items()}
 
     def _load_buffers(self, tensors: Mapping[str, Tensor]) -> None:
-        mine = self.buffers()
-        torch._foreach_copy_([mine[name] for name in tensors], [t.to(self._device) for t in tensors.values()])
+        for name, mine in self.buffers().items():
+            if name in tensors:
+                mine.copy_(tensors[name])
 
     def server_spec(self) -> OptimizerSpec:
         """The optimizer that the servers run."""

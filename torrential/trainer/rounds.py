@@ -84,6 +84,7 @@ class Rounds:
         self.ballot: Handle | None = None
         self._size = 0  # numbers of this member's ballot
         self.applied = -1  # steps taken; -1 before anything was agreed
+        self._votes: Tensor | None = None  # of the last step that was taken
         self._conclude: Callable[[Decision], None] = lambda decision: None
 
     @property
@@ -145,16 +146,20 @@ class Rounds:
         assert self.ballot is not None
         with self._equally_many():
             votes: Tensor = self.ballot.wait()  # (members, self._first + numbers)
+        self._decide(votes)
+
+    def _decide(self, votes: Tensor) -> None:
+        """Take the step that these votes are for."""
         losses = votes[:, _LOSS].tolist()
-        for rank, loss in zip(self._comm.members, losses, strict=True):
+        for place, loss in enumerate(losses):
             if not math.isfinite(loss):
-                self._progress.refuse(loss, worker=rank, joined=self._data.joined)
+                self._progress.refuse(loss, worker=self._comm.members[place], joined=self._data.joined)
         loss, samples, stop = (float(total) for total in votes[:, :_FIRST].sum(0))
         decision = Decision(loss / max(1.0, samples), int(samples), stop > 0, votes[:, self._first :])
         if self._between is not None:
             self._between.decided(votes[:, _FIRST : self._first])
         self._conclude(decision)
-        self.ballot = None
+        self.ballot, self._votes = None, votes
         self._state.forget()
         self._progress.stopped = decision.stop
         self._progress.stepped(decision.samples, decision.loss)
@@ -170,10 +175,11 @@ class Rounds:
                 continue
 
     def _stand(self) -> int:
-        """Conclude the step if its ballot is complete, else put it back; called when every member has stopped."""
+        """Conclude the step if its ballot is complete, else put it back; called when every member has stopped. Where
+        parameters are each member's own, it is put back when it is known that nobody has concluded it."""
         if self.ballot is not None and self.ballot.done():
             self._take_step()
-        else:
+        elif not self._parameters.own:
             self._state.put_back()
         self.ballot = None
         return self.applied
@@ -185,6 +191,8 @@ class Rounds:
         parameters.regroup(agreement)
         if agreement.behind:
             self._catch_up(agreement)
+        if parameters.own:
+            self._state.put_back()
         parameters.rebuild()
         self._checkpoint = None
         self.applied = self._progress.step
@@ -206,31 +214,56 @@ class Rounds:
     def _catch_up(self, agreement: Agreement) -> None:
         """The member that is furthest hands its state to those behind."""
         comm, parameters = self._comm, self._parameters
-        state = self._everything() if comm.rank == agreement.source else {}
-        blob = torch.frombuffer(bytearray(pack(state)), dtype=torch.uint8)
-        sizes = comm.all_gather(torch.tensor([blob.numel()])).wait()
-        size = int(sizes[agreement.members.index(agreement.source), 0])
-        shelf = comm.buffer(f"catch-up/{size}", size, torch.uint8)
-        if self._dry:
-            shelf = torch.empty(size, dtype=torch.uint8)
-        if comm.rank == agreement.source:
-            shelf.copy_(blob)
-        comm.broadcast(shelf, agreement.source).wait()
+        told = self._broadcast(self._everything() if comm.rank == agreement.source else None, agreement.members)
+        newcomer = self.applied < 0 <= agreement.applied
+        states = self._own_states(agreement, newcomer) if parameters.own and not self._dry else {}
         if comm.rank in agreement.behind:
-            state = unpack(shelf.numpy().tobytes())
+            state = told[agreement.source]
+            if parameters.own and not newcomer and agreement.applied >= 0:
+                return self._decide(state["votes"])  # which did not reach this member
+            state |= states
             self._progress.step, epoch, cursor, self._progress.samples = state.pop("place").tolist()
             self._data.place(epoch, cursor)
             counts = state.pop("counts").tolist()
             if not parameters.own:
                 parameters.counts[:] = counts
             if not self._dry:
-                self._take_over(state, newcomer=self.applied < 0 <= agreement.applied)
+                self._take_over(state, newcomer)
+
+    def _own_states(self, agreement: Agreement, newcomer: bool) -> dict[str, Tensor]:
+        """What members have of their own, for newcomers: each takes what it finds there under its names."""
+        own = {f"own/{name}": t.detach().cpu().contiguous() for name, t in self._state.tensors("own").items()}
+        told = self._broadcast(None if newcomer else own, agreement.members)
+        if not newcomer:
+            return {}
+        last = told.pop(agreement.source, {})
+        return {name: tensor for state in told.values() for name, tensor in state.items()} | last
+
+    def _broadcast(self, mine: dict[str, Tensor] | None, members: tuple[int, ...]) -> dict[int, dict[str, Tensor]]:
+        """The tensors that members have to give, by member."""
+        comm, found = self._comm, dict[int, dict[str, Tensor]]()
+        blob = torch.frombuffer(bytearray(b"" if mine is None else pack(mine)) or bytearray(1), dtype=torch.uint8)
+        sizes = comm.all_gather(torch.tensor([0 if mine is None else blob.numel()])).wait()[:, 0].tolist()
+        for member, size in zip(members, sizes, strict=True):
+            if not size:
+                continue
+            shelf = comm.buffer(f"catch-up/{size}", size, torch.uint8)
+            if self._dry:
+                shelf = torch.empty(size, dtype=torch.uint8)
+            if comm.rank == member:
+                shelf.copy_(blob)
+            comm.broadcast(shelf, member).wait()
+            if comm.rank != member:
+                found[member] = unpack(shelf.numpy().tobytes())
+        return found
 
     def _everything(self) -> dict[str, Tensor]:
         """The state that a member needs that is behind."""
         deal, parameters = self._data.deal, self._parameters
         place = [self._progress.step, deal.epoch, deal.cursor, self._progress.samples]
         state = {"place": torch.tensor(place), "counts": torch.tensor(parameters.counts)}
+        if parameters.own and self._votes is not None:
+            state["votes"] = self._votes.contiguous()
         if self._dry:
             return state
         for kind, tensors in (

@@ -1,0 +1,59 @@
+"""Who runs which stage of which pipeline, given the workers that are there.
+
+    worker    0   1   2   3  |  4   5   6   7        two pipelines of four stages
+    stage     0   1   2   3  |  0   1   2   3
+    copy of   1   0   3   2  |  1   0   3   2        neighbours keep each other's parameters, and step them alike
+
+When a worker is gone, its neighbour runs both stages, as one. When both are gone, their pipeline rests, and its other
+workers only keep up with the steps of those pipelines that are complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+def neighbour(stage: int, stages: int) -> int:
+    """The stage whose worker keeps a copy of this one: the other of a pair; of a last one without, the one before."""
+    other = stage ^ 1
+    return other if other < stages else stage - 1
+
+
+def copied(stage: int, stages: int) -> list[int]:
+    """The stages of which this stage's worker keeps a copy."""
+    return [other for other in range(stages) if other != stage and neighbour(other, stages) == stage]
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The workers of one pipeline."""
+
+    number: int
+    sources: tuple[int | None, ...]  # by stage: the worker whose parameters count; None: they are lost
+    keepers: tuple[tuple[int, ...], ...]  # by stage: all workers that have its parameters
+
+    @property
+    def complete(self) -> bool:
+        return None not in self.sources
+
+    @property
+    def runners(self) -> list[tuple[int, list[int]]]:
+        """The workers of a complete pipeline from its beginning to its end, each with the stages that it runs."""
+        rows = itertools.groupby(range(len(self.sources)), key=lambda stage: self.sources[stage])
+        return [(worker, list(stages)) for worker, stages in rows if worker is not None]
+
+
+def crews(members: Collection[int], stages: int, workers: int, copies: bool) -> list[Crew]:
+    """All pipelines of so many stages, each with those of its workers that are there."""
+    return [_crew(number, set(members), stages, copies) for number in range(workers // stages)]
+
+
+def _crew(number: int, members: set[int], stages: int, copies: bool) -> Crew:
+    first = number * stages
+    keepers = []
+    for stage in range(stages):
+        have = [stage, *([neighbour(stage, stages)] if copies and stages > 1 else [])]
+        keepers.append(tuple(first + each for each in have if first + each in members))
+    return Crew(number, tuple(have[0] if have else None for have in keepers), tuple(keepers))
