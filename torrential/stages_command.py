@@ -38,7 +38,7 @@ def add(app: typer.Typer, ending: Callable[[], AbstractContextManager[Any]]) -> 
             int | None, typer.Option(help="Samples of a minibatch; the task's own by default.")
         ] = None,
         layers: Annotated[str | None, typer.Option(help="Modules to profile, as in stem,body.0,body.1,head.")] = None,
-        runs: Annotated[int, typer.Option(help="Times that each layer is measured; the median counts.")] = 5,
+        runs: Annotated[int, typer.Option(help="Times that each layer is measured; the median counts.")] = 11,
         stages: Annotated[int | None, typer.Option(help="Cut the model into this many stages, a worker each.")] = None,
         plan: Annotated[
             int | None, typer.Option(help="Cut it for this many workers; stages may be replicated.")
@@ -118,7 +118,9 @@ def _measure(task: Task, batch_size: int | None, layers: str | None, runs: int) 
     from rich.progress import Progress
 
     from torrential.stages.profile import profile_task
+    from torrential.worlds.local.nursery import keep_freed_memory
 
+    keep_freed_memory()  # as workers do, who have to take as long
     console = Terminal(stderr=True)
     names = None if layers is None else [name.strip() for name in layers.split(",")]
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

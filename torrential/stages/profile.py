@@ -27,6 +27,7 @@ from torrential.step import run_step
 from torrential.task import Task, build_model, training_samples
 
 Progress = Callable[[int, int], None]  # layers done, layers
+ENTRIES = 30  # times that entering backward is measured; the first ones are slow
 
 
 class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +60,7 @@ def profile_task(
     batch_size: int | None = None,
     *,
     layers: Sequence[str] | None = None,
-    runs: int = 5,
+    runs: int = 11,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> list[LayerProfile]:
@@ -79,7 +80,7 @@ def profile_task(
     chosen = blocks(model) if layers is None else _named(model, layers)
     with _one_thread():
         calls = _record_calls(chosen, lambda: run_step(task, model, batch))
-        entering = statistics.median(_enter_backward() for _ in range(2 * runs + 1))
+        entering = min(_enter_backward() for _ in range(ENTRIES))
         called = {name: chosen[name] for name in calls}  # in the order of their first calls
         found = []
         for done, (name, module) in enumerate(called.items()):
