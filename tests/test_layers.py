@@ -45,7 +45,7 @@ LAYERS = [
         "map_reduce",
     }
     | {"completion", "terminal"},
-    {"study", "bench", "testing"},
+    {"study", "bench", "testing", "stages_command"},
     {"reporting", "cli", "__main__"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

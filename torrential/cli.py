@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torrential import completion, descriptors, processes, streams
+from torrential import completion, descriptors, processes, stages_command, streams
 from torrential.errors import BY_THE_TASK, INTERRUPTS, BadInput, Terminated, TorrentialError
 from torrential.study import command as studies
 from torrential.terminal import Terminal, check_output, printable, printable_json
@@ -516,6 +516,7 @@ def _launching(local: bool = True, roles: int = 1) -> Iterator[Launch | None]:
 
 
 studies.add(app, lambda: _launching(local=False), _options, _write_report)
+stages_command.add(app, lambda: _launching(local=False))
 
 
 def main() -> None:

@@ -77,3 +77,20 @@ def peak_activation_bytes(kept: Sequence[int], live: int, *, recompute: bool = F
     """
     stage_input, *outputs = kept
     return live * stage_input + (1 if recompute else live) * sum(outputs)
+
+
+def live_microbatches(schedule: str, downstream: int, workers: int, microbatches: int) -> int:
+    """The most microbatches (of "pipedream": minibatches) that a worker keeps at one time. `downstream`: the workers
+    from its stage to the end of the pipeline, divided by the replicas of its stage and rounded up."""
+    limits = {"pipedream": downstream, "1f1b": downstream, "zero-bubble": workers, "gpipe": microbatches}
+    if schedule not in limits:
+        raise BadInput(f"memory cannot be planned under schedule {schedule!r}; use one of {', '.join(limits)}")
+    return limits[schedule] if schedule == "pipedream" else min(limits[schedule], microbatches)
+
+
+def worker_bytes(schedule: str, parameter_bytes: int, activation_bytes: int, live: int, microbatches: int) -> int:
+    """Weights and activations that a worker keeps. The bytes of activations are those of a minibatch, of which a
+    microbatch is one of `microbatches` parts. PipeDream keeps a version of its weights for each minibatch."""
+    if schedule == "pipedream":
+        return live * (parameter_bytes + activation_bytes)
+    return parameter_bytes + -(-live * activation_bytes // microbatches)

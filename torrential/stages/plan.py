@@ -11,8 +11,9 @@ seconds, the bytes of the output and the bytes of the weights of a layer, and B 
 where a component of level 1 is a worker (A_0 is the sum of T) and one of level 2 a host with all its workers. All
 workers are used. The answer, A_2, is the seconds between two minibatches of the slowest stage or link.
 
-A worker keeps a version of its weights, and the activations of its layers, for each minibatch in flight: as many as
-there are workers from its stage on, divided by the replicas of its stage (rounded up). `memory_limit` is on their sum.
+A PipeDream worker keeps a version of its weights, and the activations of its layers, for each minibatch in flight: as
+many as there are workers from its stage on, divided by the replicas of its stage (rounded up). Under a synchronous
+schedule it keeps its weights once, and activations of microbatches (memory.py). `memory_limit` is on their sum.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 from torrential.errors import BadInput
+from torrential.stages.memory import live_microbatches, worker_bytes
 from torrential.stages.profile import LayerProfile
 
 
@@ -53,10 +55,10 @@ class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int
     seconds: float
     """The seconds between two minibatches that this stage can take."""
-    in_flight: int
-    """The minibatches that each of its workers keeps at one time."""
+    live: int
+    """The microbatches (of PipeDream: minibatches) whose activations each of its workers keeps at one time."""
     memory_bytes: int
-    """What a worker keeps of them: weights and activations."""
+    """The weights and activations that each of its workers keeps."""
 
 
 class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,26 +99,32 @@ def plan_pipeline(
     *,
     memory_limit: float | None = None,
     replicate: bool = True,
+    schedule: str = "pipedream",
+    microbatches: int = 1,
 ) -> PipelinePlan:
     """The plan with the least seconds for each minibatch.
 
     `memory_limit`: bytes for each worker. Without `replicate` every stage is on one worker, so there are as many stages
-    as workers.
+    as workers. `schedule` and `microbatches` decide how much memory is needed, and nothing else.
     """
-    _check(layers, network, memory_limit, replicate)
-    planner = _Planner(layers, network, memory_limit, replicate)
+    _check(layers, network, memory_limit, replicate, microbatches)
+    planner = _Planner(layers, network, memory_limit, replicate, schedule, microbatches)
     best = planner.pipeline(2 if network.hosts > 1 else 1, 0, len(layers), planner.components, Fraction(0))
     if math.isinf(best.seconds):
         need = max(layer.parameter_bytes + layer.activation_bytes for layer in layers)
         raise BadInput(
             f"no plan for {network.workers} workers keeps within {memory_limit:,.0f} bytes for each (the largest layer "
-            f"needs {need:,} for one minibatch); give more memory or workers, or a smaller batch"
+            f"and its output have {need:,}); give more memory or workers, or a smaller batch"
         )
     return PipelinePlan(stages=planner.described(best.stages), seconds=best.seconds)
 
 
 def _check(
-    layers: Sequence[LayerProfile], network: TwoLevelNetwork, memory_limit: float | None, replicate: bool
+    layers: Sequence[LayerProfile],
+    network: TwoLevelNetwork,
+    memory_limit: float | None,
+    replicate: bool,
+    microbatches: int,
 ) -> None:
     if not layers:
         raise BadInput("there is no layer to plan for; give a profile of at least one")
@@ -126,6 +134,8 @@ def _check(
     for name in ("inside_bytes_per_second", "between_bytes_per_second"):
         if not getattr(network, name) > 0:
             raise BadInput(f"{name} must be positive (got {getattr(network, name)})")
+    if microbatches < 1:
+        raise BadInput(f"microbatches must be at least 1 (got {microbatches})")
     if memory_limit is not None and not memory_limit > 0:
         raise BadInput(f"the memory limit must be positive (got {memory_limit})")
     if not replicate and network.workers > len(layers):
@@ -138,12 +148,19 @@ class _Planner:
     """The dynamic programme, over a range of layers, the components left, and how many workers come after them."""
 
     def __init__(
-        self, layers: Sequence[LayerProfile], network: TwoLevelNetwork, memory_limit: float | None, replicate: bool
+        self,
+        layers: Sequence[LayerProfile],
+        network: TwoLevelNetwork,
+        memory_limit: float | None,
+        replicate: bool,
+        schedule: str,
+        microbatches: int,
     ) -> None:
         self._network, self._limit, self._replicate = network, memory_limit, replicate
+        self._schedule, self._microbatches = schedule, microbatches
         self._seconds = [0.0, *accumulate(layer.seconds for layer in layers)]
         self._weights = [0, *accumulate(layer.parameter_bytes for layer in layers)]
-        self._kept = [0, *accumulate(layer.parameter_bytes + layer.activation_bytes for layer in layers)]
+        self._activations = [0, *accumulate(layer.activation_bytes for layer in layers)]
         self._crossing = [2 * layer.activation_bytes for layer in layers]
         self.components = network.hosts if network.hosts > 1 else network.workers_per_host
         self.pipeline = cache(self._pipeline)
@@ -177,8 +194,8 @@ class _Planner:
         if level == 1:
             if self._limit is not None and self._memory(first, stop, behind) > self._limit:
                 return _NONE
-            inner = _Best(self._seconds[stop] - self._seconds[first], (_Stage(first, stop, 1, 0.0),))
-            inner = inner._replace(stages=(inner.stages[0]._replace(seconds=inner.seconds),))
+            alone = self._seconds[stop] - self._seconds[first]
+            inner = _Best(alone, (_Stage(first, stop, 1, alone),))
         else:
             inner = self.pipeline(1, first, stop, self._network.workers_per_host, behind)
         seconds = max(inner.seconds, sync) / replicas
@@ -199,8 +216,13 @@ class _Planner:
         network = self._network
         return network.inside_bytes_per_second if level == 1 else network.between_bytes_per_second
 
+    def _live(self, behind: Fraction) -> int:
+        return live_microbatches(self._schedule, math.ceil(behind + 1), self._network.workers, self._microbatches)
+
     def _memory(self, first: int, stop: int, behind: Fraction) -> int:
-        return (self._kept[stop] - self._kept[first]) * math.ceil(behind + 1)
+        weights = self._weights[stop] - self._weights[first]
+        activations = self._activations[stop] - self._activations[first]
+        return worker_bytes(self._schedule, weights, activations, self._live(behind), self._microbatches)
 
     def described(self, stages: Sequence[_Stage]) -> list[PlannedStage]:
         found = []
@@ -213,7 +235,7 @@ class _Planner:
                     stop=stage.stop,
                     replicas=stage.replicas,
                     seconds=stage.seconds,
-                    in_flight=math.ceil(behind + 1),
+                    live=self._live(behind),
                     memory_bytes=self._memory(stage.first, stage.stop, behind),
                 )
             )

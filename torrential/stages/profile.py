@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from torrential import randomness
 from torrential.data.batches import training_batches
@@ -27,6 +27,7 @@ from torrential.step import run_step
 from torrential.task import Task, build_model, training_samples
 
 Progress = Callable[[int, int], None]  # layers done, layers
+ENTRIES = 30  # times that entering backward is measured; the first ones are slow
 
 
 class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +60,7 @@ def profile_task(
     batch_size: int | None = None,
     *,
     layers: Sequence[str] | None = None,
-    runs: int = 5,
+    runs: int = 11,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> list[LayerProfile]:
@@ -79,12 +80,13 @@ def profile_task(
     chosen = blocks(model) if layers is None else _named(model, layers)
     with _one_thread():
         calls = _record_calls(chosen, lambda: run_step(task, model, batch))
+        entering = min(_enter_backward() for _ in range(ENTRIES))
         called = {name: chosen[name] for name in calls}  # in the order of their first calls
         found = []
         for done, (name, module) in enumerate(called.items()):
             if progress is not None:
                 progress(done, len(called))
-            found.append(_profile(name, module, calls[name], runs))
+            found.append(_profile(name, module, calls[name], runs, entering))
     if progress is not None:
         progress(len(called), len(called))
     return found
@@ -140,32 +142,41 @@ def _record_calls(chosen: dict[str, nn.Module], step: Callable[[], Any]) -> dict
 
     hooks = [module.register_forward_pre_hook(note(name), with_kwargs=True) for name, module in chosen.items()]
     try:
-        with torch.no_grad():
-            step()
+        step()
     finally:
         for hook in hooks:
             hook.remove()
     return calls
 
 
-def _copied(nest: Any, graph: bool = False) -> Any:
-    """The nest with copies of its tensors, which a module may change in place; with `graph`, copies that gradients flow
-    through."""
-    leaves, shape = tree_flatten(nest)
-    copies = [_copy(leaf, graph) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return tree_unflatten(copies, shape)
+def _copied(nest: Any) -> Any:
+    """The nest with copies of its tensors, since a module may change its input in place. Copies know whether gradients
+    flow through them."""
+    return tree_map(lambda leaf: _copy(leaf) if isinstance(leaf, Tensor) else leaf, nest)
 
 
-def _copy(tensor: Tensor, graph: bool) -> Tensor:
-    plain = tensor.detach()
-    return plain.requires_grad_().clone() if graph and plain.is_floating_point() else plain.clone()
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _profile(name: str, module: nn.Module, calls: list[_Call], runs: int) -> LayerProfile:
-    rounds = [_time(module, calls) for _ in range(runs + 1)][1:]  # the first one warms up
+def _ready(nest: Any) -> Any:
+    """Copies as a module gets them in the middle of a model: what gradients flow through is no leaf of the graph."""
+    return tree_map(lambda leaf: _copy(leaf).clone() if isinstance(leaf, Tensor) else leaf, nest)
+
+
+def _enter_backward() -> float:
+    """The seconds that a backward over nothing takes, which a layer in the middle of a model does not pay."""
+    output = torch.ones(1, requires_grad=True).clone()
+    began = time.perf_counter()
+    torch.autograd.backward([output], [torch.ones(1)])
+    return time.perf_counter() - began
+
+
+def _profile(name: str, module: nn.Module, calls: list[_Call], runs: int, entering: float) -> LayerProfile:
+    rounds = [_time(module, calls, entering) for _ in range(runs + 1)][1:]  # the first one warms up
     forward, backward, recompute = (statistics.median(column) for column in zip(*rounds, strict=True))
     with torch.no_grad():
-        outputs = [module(*args, **kwargs) for args, kwargs in map(_copied, calls)]
+        outputs = [module(*args, **kwargs) for args, kwargs in map(_ready, calls)]
     return LayerProfile(
         name=name,
         kind=type(module).__name__,
@@ -177,26 +188,26 @@ def _profile(name: str, module: nn.Module, calls: list[_Call], runs: int) -> Lay
     )
 
 
-def _time(module: nn.Module, calls: list[_Call]) -> tuple[float, float, float]:
+def _time(module: nn.Module, calls: list[_Call], entering: float) -> tuple[float, float, float]:
     """The seconds of forward, of backward, and of a forward that keeps nothing, of all calls together."""
     forward = backward = recompute = 0.0
     for call in calls:
-        args, kwargs = _copied((call.args, call.kwargs), graph=True)
+        args, kwargs = _ready(call)
         began = time.perf_counter()
         output = module(*args, **kwargs)
         forward += time.perf_counter() - began
         reached = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor) and t.requires_grad]
         gradients = [torch.ones_like(t) for t in reached]
-        began = time.perf_counter()
         if reached:
+            began = time.perf_counter()
             torch.autograd.backward(reached, gradients)
-        backward += time.perf_counter() - began
-        module.zero_grad(set_to_none=True)
-        args, kwargs = _copied((call.args, call.kwargs))
-        began = time.perf_counter()
+            backward += max(0.0, time.perf_counter() - began - entering)
+            module.zero_grad(set_to_none=True)
         with torch.no_grad():
+            args, kwargs = _ready(call)
+            began = time.perf_counter()
             module(*args, **kwargs)
-        recompute += time.perf_counter() - began
+            recompute += time.perf_counter() - began
     return forward, backward, recompute
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torrential.errors import BadInput, UnknownName
 from torrential.stages.schedules.base import Action, PipelineSchedule, with_messages
-from torrential.stages.schedules.channels import receive_in_time
 from torrential.stages.schedules.gpipe import GPIPE
 from torrential.stages.schedules.interleaved import INTERLEAVED
 from torrential.stages.schedules.one_f_one_b import ONE_F_ONE_B
@@ -21,27 +20,22 @@ def schedule(name: str, stages: int, microbatches: int, stage: int, virtual: int
     of minibatches until the pipeline is drained. Any number of microbatches will do: it may be smaller than the number
     of stages, and need not be a multiple of it.
     """
-    lists = all_stages(name, stages, microbatches, virtual)
-    if not 0 <= stage < stages:
-        raise BadInput(f"there is no stage {stage} (stages: {stages}); stages are numbered from 0 to {stages - 1}")
-    return lists[stage]
-
-
-def all_stages(name: str, stages: int, microbatches: int, virtual: int = 1) -> list[list[Action]]:
-    """What every stage does, as `schedule` gives it for one."""
     if name not in SCHEDULES:
         raise UnknownName("schedule", name, SCHEDULES)
     for what, value in (("stages", stages), ("microbatches", microbatches), ("virtual", virtual)):
         if value < 1:
             raise BadInput(f"{what} must be at least 1 (got {value})")
+    if not 0 <= stage < stages:
+        raise BadInput(f"there is no stage {stage} (stages: {stages}); stages are numbered from 0 to {stages - 1}")
     found = SCHEDULES[name]
     if virtual > 1 and not found.chunked:
         raise BadInput(
             f"schedule {name!r} has one chunk of the model on each stage (virtual: {virtual}); use virtual=1, or the "
             "schedule 'interleaved'"
         )
-    lists = [
-        with_messages(found.work(stages, microbatches, stage, virtual), stages, stage, virtual)
-        for stage in range(stages)
-    ]
-    return receive_in_time(lists)
+    return with_messages(found.work(stages, microbatches, stage, virtual), stages, stage, virtual)
+
+
+def all_stages(name: str, stages: int, microbatches: int, virtual: int = 1) -> list[list[Action]]:
+    """What every stage does, as `schedule` gives it for one."""
+    return [schedule(name, stages, microbatches, stage, virtual) for stage in range(max(1, stages))]

@@ -79,7 +79,8 @@ class OptimizerStep:
     """Update this stage's parameters with the gradients since the last step."""
 
 
-Work = Forward | Backward | BackwardInput | BackwardWeight | OptimizerStep
+Compute = Forward | Backward | BackwardInput | BackwardWeight
+Work = Compute | OptimizerStep
 Action = Work | SendTo | ReceiveFrom
 
 
@@ -97,7 +98,7 @@ class PipelineSchedule:
     """Whether parameters change after every microbatch, which then is a minibatch of its own."""
 
 
-def one_forward_one_backward(forwards: list[Work], backwards: list[Work], ahead: int) -> Iterator[Work]:
+def one_forward_one_backward(forwards: list[Compute], backwards: list[Compute], ahead: int) -> Iterator[Compute]:
     """`ahead` forwards; then a forward and a backward in turns; then the backwards that are left."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]

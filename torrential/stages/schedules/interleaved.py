@@ -7,14 +7,15 @@ other way round. With K = 2, V = 2, M = 2 (small letters are chunk 1):
      . F0 F1 f0 b0 f1 b1 B0 B1  .
 
 Stage s runs 2(K-1-s) + (V-1)K forwards ahead. The share of idle time is (K-1)/(VM+K-1) where K divides M. Where it does
-not, groups are larger, of near-equal sizes (M microbatches in one group if M < K); nothing is left out, but stages idle
-for longer, up to about as long as in 1F1B. Some messages are then received ahead of their use (channels.py).
+not, the list is that of the next multiple of K, without the microbatches that there are not: it takes no longer than
+with them, and stages idle for no longer than in 1F1B.
 """
 
 from __future__ import annotations
 
 from torrential.stages.schedules.base import (
     Backward,
+    Compute,
     Forward,
     OptimizerStep,
     PipelineSchedule,
@@ -24,12 +25,12 @@ from torrential.stages.schedules.base import (
 
 
 def work(stages: int, microbatches: int, stage: int, virtual: int) -> list[Work]:
-    count = max(1, microbatches // stages)
-    groups = [range(i * microbatches // count, (i + 1) * microbatches // count) for i in range(count)]
-    ahead = 2 * (stages - 1 - stage) + (virtual - 1) * max(len(group) for group in groups)
-    forwards: list[Work] = [Forward(m, c) for group in groups for c in range(virtual) for m in group]
-    backwards: list[Work] = [Backward(m, c) for group in groups for c in reversed(range(virtual)) for m in group]
-    return [*one_forward_one_backward(forwards, backwards, ahead), OptimizerStep()]
+    groups = [range(first, first + stages) for first in range(0, microbatches, stages)]
+    forwards: list[Compute] = [Forward(m, c) for group in groups for c in range(virtual) for m in group]
+    backwards: list[Compute] = [Backward(m, c) for group in groups for c in reversed(range(virtual)) for m in group]
+    ahead = 2 * (stages - 1 - stage) + (virtual - 1) * stages
+    turns = one_forward_one_backward(forwards, backwards, ahead)
+    return [*(item for item in turns if item.microbatch < microbatches), OptimizerStep()]
 
 
 INTERLEAVED = PipelineSchedule("interleaved", "1f1b with several chunks of the model on each stage", work, chunked=True)

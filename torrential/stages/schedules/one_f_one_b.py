@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from torrential.stages.schedules.base import (
     Backward,
+    Compute,
     Forward,
     OptimizerStep,
     PipelineSchedule,
@@ -21,8 +22,8 @@ from torrential.stages.schedules.base import (
 
 
 def work(stages: int, microbatches: int, stage: int, virtual: int) -> list[Work]:
-    forwards: list[Work] = [Forward(m) for m in range(microbatches)]
-    backwards: list[Work] = [Backward(m) for m in range(microbatches)]
+    forwards: list[Compute] = [Forward(m) for m in range(microbatches)]
+    backwards: list[Compute] = [Backward(m) for m in range(microbatches)]
     return [*one_forward_one_backward(forwards, backwards, stages - 1 - stage), OptimizerStep()]
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from torrential.stages.schedules.base import (
     Action,
     Backward,
+    Compute,
     Forward,
     OptimizerStep,
     PipelineSchedule,
@@ -27,8 +28,8 @@ from torrential.stages.schedules.base import (
 
 
 def work(stages: int, microbatches: int, stage: int, virtual: int) -> list[Work]:
-    forwards: list[Work] = [Forward(m) for m in range(microbatches)]
-    backwards: list[Work] = [Backward(m) for m in range(microbatches)]
+    forwards: list[Compute] = [Forward(m) for m in range(microbatches)]
+    backwards: list[Compute] = [Backward(m) for m in range(microbatches)]
     found: list[Work] = []
     for item in one_forward_one_backward(forwards, backwards, stages - 1 - stage):
         found += [item, OptimizerStep()] if isinstance(item, Backward) else [item]

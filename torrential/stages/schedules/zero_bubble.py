@@ -16,6 +16,7 @@ from __future__ import annotations
 from torrential.stages.schedules.base import (
     BackwardInput,
     BackwardWeight,
+    Compute,
     Forward,
     OptimizerStep,
     PipelineSchedule,
@@ -25,8 +26,8 @@ from torrential.stages.schedules.base import (
 
 
 def work(stages: int, microbatches: int, stage: int, virtual: int) -> list[Work]:
-    forwards: list[Work] = [Forward(m) for m in range(microbatches)]
-    backwards: list[Work] = [BackwardInput(m) for m in range(microbatches)]
+    forwards: list[Compute] = [Forward(m) for m in range(microbatches)]
+    backwards: list[Compute] = [BackwardInput(m) for m in range(microbatches)]
     found: list[Work] = []
     for item in one_forward_one_backward(forwards, backwards, stages - 1 - stage):
         found.append(item)
