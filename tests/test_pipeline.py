@@ -332,3 +332,19 @@ def test_a_stage_that_is_killed_changes_nothing_beyond_rounding(tmp_path: Path, 
     result = train(tmp_path / "run", given, 3, world="local", restart=restart, listeners=[killing])
     assert killing.killed.is_set() and result.summary.samples == 7000
     assert difference(result.model, undisturbed.model) < 1e-9
+
+
+def test_a_run_whose_worker_died_is_resumed_with_all_stages(tmp_path: Path) -> None:
+    """The one that is gone has saved nothing of its own; what it needs is in the neighbour's copy."""
+    given = task(optimizer=tt.optimizer("adam", lr=0.01), epochs=4)
+    whole = train(tmp_path / "whole", given, 3)
+    train(tmp_path / "cut", given, 3, cluster=crashing({"worker": 0, "at": 0.05}), epochs=2)
+    resumed = tt.train(given, resume=tmp_path / "cut", epochs=4, progress=False)
+    assert resumed.summary.samples == 280
+    assert difference(resumed.model, whole.model) < TOLERANCE
+
+
+def test_the_last_snapshot_counts_though_a_worker_died_that_had_a_part_of_it(tmp_path: Path) -> None:
+    faults = crashing({"worker": 6, "at": 0.0486}) | {"detection": 0.02}
+    result = train(tmp_path / "run", task(), 8, stages=4, microbatches=2, order="gpipe", cluster=faults)
+    assert result.summary.samples == 140

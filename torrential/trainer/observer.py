@@ -45,9 +45,12 @@ class Observer:
         self._batch = EVALUATION_BATCH if short else task.batch_size  # what is large enough for long texts
 
     def complete(self, snapshot: Snapshot, parts: Parts) -> bool:
-        """Whether there is a model to evaluate: where it is put together from the workers' own states, all are needed.
-        One may have died before it had given its part."""
-        return not self._assembles or parts.keys() >= set(snapshot.members)
+        """Whether there is a model to evaluate. Where it is put together from the workers' own states, one may have
+        died before it had given its part; then others must have all of its parameters."""
+        if not self._assembles or parts.keys() >= set(snapshot.members):
+            return True
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return trained <= self._strategy.assembled(parts).keys()
 
     def load(self, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor], parts: Parts) -> None:
         """Make the model of a snapshot: the first member's, and what the strategy puts together from `parts`, the own

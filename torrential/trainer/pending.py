@@ -49,6 +49,10 @@ class PendingSnapshots(Generic[T]):
             del self._parts[step]
         return snapshot, what, self._parts.get(snapshot.step, {}), news
 
+    def not_used(self, snapshot: Snapshot) -> None:
+        """There was no whole model in it; one of the same step that members give again may have it."""
+        self._newest = min(self._newest, snapshot.step - 1)
+
     def _complete(self, snapshot: Snapshot) -> bool:
         """Whether every member's part is there, or will never come: it is gone, or was, and another took its place."""
         if not snapshot.parts or snapshot.step <= self._newest:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from torrential.comm.protocol import SERVERS
 from torrential.errors import BadInput
 
 EVERYBODY = "everybody"
@@ -38,7 +39,7 @@ class NamedStates:
         `owner`: which of them are this role's own."""
         self._saved = {
             "everybody": _owned(saved or {}, EVERYBODY),
-            "own": _owned(saved or {}, owner),
+            "own": _owned(saved or {}, owner) or _of_anybody(saved or {}),
             "moving": {},
         }
         self._kept: dict[str, _Kept] = {}
@@ -113,6 +114,14 @@ def _check_saved(name: str, saved: object) -> None:
     else:
         return
     raise BadInput(f'save of the state {name!r} must return a dict of tensors ({wrong}); try {{"value": tensor}}')
+
+
+def _of_anybody(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What workers have saved of their own, for one that has saved nothing: it was gone, or is new. Of several that
+    have something of one name, the first counts."""
+    owners = {int(owner) for owner in (name.partition("/")[0] for name in saved) if owner.isdigit()}
+    workers = sorted(owner for owner in owners if owner < SERVERS)
+    return {name: tensor for worker in reversed(workers) for name, tensor in _owned(saved, str(worker)).items()}
 
 
 def _owned(tensors: Mapping[str, Tensor], owner: str) -> dict[str, Tensor]:

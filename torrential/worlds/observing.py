@@ -75,18 +75,20 @@ class Observing(ABC):
         """Deal with all snapshots that are complete."""
         while (item := self._pending.next(ready_or_not=self.dismissed)) is not None:
             _, (taken, tensors), parts, news = item
-            if news and not self._reached:
-                self._process(taken, tensors, parts)
+            if news and not self._reached and not self._process(taken, tensors, parts):
+                self._pending.not_used(taken.snapshot)
             self.tell(m.SnapshotDone(taken.rank, taken.slot))
 
-    def _process(self, taken: SnapshotTaken, tensors: Sequence[Tensor], parts: Parts) -> None:
+    def _process(self, taken: SnapshotTaken, tensors: Sequence[Tensor], parts: Parts) -> bool:
+        """Evaluate and save a snapshot, if there is a model in it."""
         flat = self.vectors(taken, tensors)
         rest = dict(zip(taken.rest, tensors[len(tensors) - len(taken.rest) :], strict=True))
         if not self._observer.complete(taken.snapshot, parts):
-            return
+            return False
         self._observer.load(flat, rest, parts)
         if not self._observer.evaluates:
-            return self._observer.save(taken.snapshot, flat, rest, parts)
+            self._observer.save(taken.snapshot, flat, rest, parts)
+            return True
         evaluation = self._observer.evaluate(taken.snapshot, "validation")
         self.note(evaluation)
         self._observer.save(taken.snapshot, flat, rest, parts, evaluation.value)
@@ -94,6 +96,7 @@ class Observing(ABC):
         if self._observer.task.reaches(self._observer.config.target, evaluation.value):
             self._reached = True
             self.tell(m.Stop())
+        return True
 
     def close(self) -> None:
         """The last word is the test set's, on the parameters last evaluated, maybe by an observer before this one."""
