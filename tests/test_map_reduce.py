@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import torrential as tt
-from examples import map_reduce as examples
+from examples.map_reduce import least_squares, naive_bayes, principal_components, products
+from examples.map_reduce_clusters import k_means, mixture
+from examples.map_reduce_logistic import gradient_descent, newton
 from torrential.data.ordered_sum import Block, OrderedSum
 from torrential.errors import BadInput, RunFailed
 from torrential.records import Event, Work
@@ -82,12 +84,12 @@ def test_sums_are_made_in_one_order_whoever_has_which_terms(count: int) -> None:
 
 # -- the same result with any number of workers -----------------------------------------------------------------------
 def test_least_squares_is_the_same_to_the_last_bit_on_any_number_of_workers(sim: Simulated, tmp_path: Path) -> None:
-    alone = examples.least_squares(X, Y, **sim(1))
+    alone = least_squares(X, Y, **sim(1))
     for workers in (2, 3, 4, 8):
-        assert torch.equal(examples.least_squares(X, Y, **sim(workers)), alone)
+        assert torch.equal(least_squares(X, Y, **sim(workers)), alone)
     for workers in (1, 3):
         out = tmp_path / f"local{workers}"
-        assert torch.equal(examples.least_squares(X, Y, workers=workers, out=out, progress=False), alone)
+        assert torch.equal(least_squares(X, Y, workers=workers, out=out, progress=False), alone)
     reference = torch.linalg.lstsq(X, Y).solution
     assert float((alone - reference).norm() / reference.norm()) < 1e-10
 
@@ -95,13 +97,13 @@ def test_least_squares_is_the_same_to_the_last_bit_on_any_number_of_workers(sim:
 @pytest.mark.parametrize("rows", [ROWS, ROWS // 4])
 def test_workers_send_one_statistic_each_however_many_rows_there_are(sim: Simulated, rows: int) -> None:
     for workers in (1, 2, 4, 8):
-        done = tt.map_reduce((X[:rows], Y[:rows]), examples.products, **sim(workers))
+        done = tt.map_reduce((X[:rows], Y[:rows]), products, **sim(workers))
         assert done.summary.bytes_sent == 8 * (COLUMNS**2 + COLUMNS) * workers
 
 
 def test_newtons_method_finds_the_maximum_of_the_likelihood(sim: Simulated, tmp_path: Path) -> None:
-    here = examples.newton(X, LABELS, workers=2, out=tmp_path / "local", progress=False)
-    there = examples.newton(X, LABELS, **sim(3))
+    here = newton(X, LABELS, workers=2, out=tmp_path / "local", progress=False)
+    there = newton(X, LABELS, **sim(3))
     assert torch.equal(here.value, there.value) and here.rounds == there.rounds <= 10
     weights = np.zeros(COLUMNS)
     x, y = X.numpy(), LABELS.numpy()
@@ -119,13 +121,13 @@ def test_newtons_method_finds_the_maximum_of_the_likelihood(sim: Simulated, tmp_
 
 # -- the other examples -----------------------------------------------------------------------------------------------
 def test_a_ridge_shrinks_the_weights(sim: Simulated) -> None:
-    found = examples.least_squares(X, Y, ridge=100.0, **sim())
+    found = least_squares(X, Y, ridge=100.0, **sim())
     reference = torch.linalg.solve(X.T @ X + 100 * torch.eye(COLUMNS, dtype=torch.float64), X.T @ Y)
     assert torch.allclose(found, reference, rtol=1e-10)
 
 
 def test_gradient_descent(sim: Simulated) -> None:
-    found = examples.gradient_descent(X, LABELS, rate=0.5, rounds=20, **sim())
+    found = gradient_descent(X, LABELS, rate=0.5, rounds=20, **sim())
     weights = torch.zeros(COLUMNS, dtype=torch.float64)
     for _ in range(20):
         weights -= 0.5 * X.T @ ((X @ weights).sigmoid() - LABELS) / ROWS
@@ -135,7 +137,7 @@ def test_gradient_descent(sim: Simulated) -> None:
 def test_naive_bayes_counts(sim: Simulated) -> None:
     classes = torch.arange(ROWS) % 3
     words = torch.poisson(torch.rand(3, 5, generator=torch.Generator().manual_seed(3))[classes] * 4).long()
-    found = examples.naive_bayes(words, classes, 3, **sim())
+    found = naive_bayes(words, classes, 3, **sim())
     for each in range(3):
         counts = words[classes == each].sum(0).double() + 1
         assert torch.allclose(found["word"][each].exp(), counts / counts.sum(), rtol=1e-12)
@@ -145,7 +147,7 @@ def test_naive_bayes_counts(sim: Simulated) -> None:
 def test_k_means_moves_centres_as_a_plain_loop_does(sim: Simulated) -> None:
     points = torch.cat([drawn(200, 2) + 5 * corner for corner in torch.eye(2, dtype=torch.float64)])
     centres = points[[0, 1, 200]]
-    found = examples.k_means(points, centres, **sim())
+    found = k_means(points, centres, **sim())
     moved = centres
     for _ in range(found.rounds):
         which = torch.cdist(points, moved).argmin(1)
@@ -155,7 +157,7 @@ def test_k_means_moves_centres_as_a_plain_loop_does(sim: Simulated) -> None:
 
 def test_principal_components(sim: Simulated) -> None:
     mixed = X @ drawn(COLUMNS, COLUMNS, seed=4) + 3
-    found = examples.principal_components(mixed, 2, **sim())
+    found = principal_components(mixed, 2, **sim())
     values, vectors = np.linalg.eigh(np.cov(mixed.numpy().T, bias=True))
     assert np.allclose(found["variance"], values[::-1][:2])
     assert np.allclose(np.abs((found["components"].numpy() * vectors.T[::-1][:2]).sum(1)), 1)
@@ -164,7 +166,7 @@ def test_principal_components(sim: Simulated) -> None:
 def test_a_mixture_of_gaussians_is_found(sim: Simulated) -> None:
     centres = torch.tensor([[0.0, 0.0], [6.0, 0.0], [0.0, 6.0]], dtype=torch.float64)
     points = centres[torch.arange(3000) % 3] + drawn(3000, 2)
-    found = examples.mixture(points, points[[0, 1, 2]], **sim())
+    found = mixture(points, points[[0, 1, 2]], **sim())
     nearest = torch.cdist(found.value["mean"], centres).min(1)
     assert float(nearest.values.max()) < 0.2 and sorted(nearest.indices.tolist()) == [0, 1, 2]
     losses = [r.loss for r in found.history if type(r).__name__ == "Step" and r.loss == r.loss]
@@ -367,9 +369,9 @@ def test_an_estimate_that_is_not_finite_is_refused(sim: Simulated) -> None:
 def test_singular_normal_equations_are_named_with_the_remedy(sim: Simulated) -> None:
     twice = torch.cat([X, X[:, 1:2] * 7 - X[:, 4:5]], 1)
     with pytest.raises(RunFailed, match=r"columns 1, 4, 6 depend on one another; .* ridge"):
-        examples.least_squares(twice, Y, **sim())
+        least_squares(twice, Y, **sim())
     with pytest.raises(RunFailed, match="column 2 is zero in all rows"):
-        examples.least_squares(X * torch.tensor([1, 1, 0, 1, 1, 1]), Y, **sim())
+        least_squares(X * torch.tensor([1, 1, 0, 1, 1, 1]), Y, **sim())
     with pytest.raises(RunFailed, match="its 6 columns have only 3 independent ones"):
-        examples.least_squares(X[:3], Y[:3], **sim())
-    assert examples.least_squares(twice, Y, ridge=1e-3, **sim()).isfinite().all()
+        least_squares(X[:3], Y[:3], **sim())
+    assert least_squares(twice, Y, ridge=1e-3, **sim()).isfinite().all()

@@ -12,9 +12,7 @@ from torrential.strategies.base import Strategy, needs_servers
 
 SECONDS_PER_SAMPLE = 1e-3
 DRAWN = sorted(  # all whose steps follow from their gradients, and whose workers have the whole model
-    name
-    for name, kind in STRATEGIES.items()
-    if "sim" in kind.worlds and kind.uses_rate and kind.part is Strategy.part
+    name for name, kind in STRATEGIES.items() if "sim" in kind.worlds and kind.uses_rate and kind.part is Strategy.part
 )
 ALGORITHMS = ("auto", "naive", "direct", "ring", "halving", "blocks", "tree")
 
