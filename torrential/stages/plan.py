@@ -175,6 +175,8 @@ class _Planner:
             after = self._behind(level, rest, here, behind)
             for split in [stop] if rest == 0 else range(first + 1, stop):
                 stage = self._stage(level, first, split, here, after)
+                if split < stop and level == 1 and stage.seconds >= best.seconds:
+                    break  # more layers on one stage are slower still
                 if split < stop and max(stage.seconds, self._crossing[split - 1] / bandwidth) >= best.seconds:
                     continue
                 found = stage
