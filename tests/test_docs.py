@@ -29,7 +29,7 @@ EXAMPLES = {  # what each prints
     "gan": [r"640 steps; the mean of what is made is [01]\.\d\d from"],
     "map_reduce": [r"least squares: \[-?0\.0, 1\.0, 2\.0, 3\.0, 3\.99, 5\.0", "the same bits on one worker: True"],
     "map_reduce_clusters": [r"k_means, \d+ rounds: \[\[-?0\.0, -?0\.0\], \[8\.0", r"mixture, \d+ rounds: \[\[-?0"],
-    "map_reduce_logistic": [r"\d rounds of Newton: \[-?0\.01, 0\.2\d, 0\.49"],
+    "map_reduce_logistic": [r"\d rounds of Newton: \[-?0\.0, 0\.27, 0\.5, "],
     "own_loop": [r"allreduce: accuracy (8|9)\d\.\d%", r"ssp: accuracy (8|9)\d\.\d% after 5120 samples"],
     "own_metric": [r"R2 0\.9\d\d after"],
     "parameter_servers": ["s: server_lost", "13500 samples were trained on, 13500 were planned"],

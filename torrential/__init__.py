@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torrential.strategies.context import Context, Decision, Vote
     from torrential.strategies.ddp import Ddp
     from torrential.strategies.downpour import Downpour
+    from torrential.strategies.pipeline import Pipeline
     from torrential.strategies.roles import Role, Roles, Servers
     from torrential.strategies.sandblaster import Sandblaster
     from torrential.strategies.ssp import Ssp
@@ -62,6 +63,7 @@ __all__ = [
     "Estimate",
     "Listener",
     "MLflow",
+    "Pipeline",
     "Reduction",
     "Role",
     "Roles",
@@ -109,6 +111,7 @@ _HOME = {
     "Estimate": "torrential.data.query",
     "Listener": "torrential.listeners.base",
     "MLflow": "torrential.listeners.mlflow",
+    "Pipeline": "torrential.strategies.pipeline",
     "Reduction": "torrential.map_reduce",
     "Role": "torrential.strategies.roles",
     "Roles": "torrential.strategies.roles",
