@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torrential.listeners.tensorboard import TensorBoard
     from torrential.listeners.wandb import WandB
     from torrential.loop.session import join
-    from torrential.map_reduce import Reduction, map_reduce
     from torrential.optim.normal import solve_normal
     from torrential.optimizers import optimizer
     from torrential.records import read_records
+    from torrential.reducing import Reduction, map_reduce
     from torrential.reporting.page import report
     from torrential.run import TrainResult, train
     from torrential.schedulers import scheduler
@@ -112,7 +112,7 @@ _HOME = {
     "Listener": "torrential.listeners.base",
     "MLflow": "torrential.listeners.mlflow",
     "Pipeline": "torrential.strategies.pipeline",
-    "Reduction": "torrential.map_reduce",
+    "Reduction": "torrential.reducing",
     "Role": "torrential.strategies.roles",
     "Roles": "torrential.strategies.roles",
     "RunHandle": "torrential.listeners.base",
@@ -134,7 +134,7 @@ _HOME = {
     "join": "torrential.loop.session",
     "launch": "torrential.launching",
     "load_task": "torrential.tasks",
-    "map_reduce": "torrential.map_reduce",
+    "map_reduce": "torrential.reducing",
     "optimizer": "torrential.optimizers",
     "read_records": "torrential.records",
     "report": "torrential.reporting.page",
