@@ -42,7 +42,7 @@ LAYERS = [
         "launching",
         "exporting",
         "progress",
-        "map_reduce",
+        "reducing",
     }
     | {"completion", "terminal"},
     {"study", "bench", "testing", "stages_command"},

@@ -9,7 +9,7 @@ With fewer stages than workers there are several pipelines, which sum the gradie
 
 A worker has the parameters and the optimizer's state of its own stage, and of a neighbour's, whose gradients it is sent
 before a step is decided: both take the same step, or none. When a worker dies, the microbatches in flight are given up;
-a replacement takes its parameters from the neighbour, or else the neighbour runs both stages (stages/crew.py).
+a replacement takes its parameters from the neighbour, or else the neighbour runs both stages (stages/pipelines.py).
 
 The norm by which gradients are clipped is that of the whole model: its parts travel with the votes. A parameter that
 two stages share has its gradients summed. Batch norm sees a microbatch at a time; what is random is drawn by (epoch,
@@ -33,8 +33,8 @@ from torrential.comm.protocol import Handle
 from torrential.data.deal import Batch
 from torrential.data.nest import mapped
 from torrential.errors import BadInput, RunFailed
-from torrential.stages.crew import Crew, copied, crews
 from torrential.stages.cut import balanced_cuts, layer_costs, layers_of, read_costs, read_cuts, spans
+from torrential.stages.pipelines import PipelineCrew, copied, crews
 from torrential.stages.schedules import schedule
 from torrential.stages.schedules.base import Action, Backward, Forward, ReceiveFrom, SendTo
 from torrential.stages.transfer import Receiver, Sender, differentiable
@@ -161,7 +161,7 @@ class _PipelineWorker:
         self._parameters.clip_norm = None  # which is for the norm of all
         self._kept = [StageParameters(strategy, ctx, stage) for stage in strategy.kept(ctx.comm.rank)]
         self._generation = -1
-        self._crews: list[Crew] = []
+        self._crews: list[PipelineCrew] = []
         self._passes: StagePasses | None = None  # where this worker's pipeline is complete
         self._shared: dict[str, list[int]] = {}
         self._counted: set[str] = set()

@@ -27,7 +27,7 @@ def copied(stage: int, stages: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Crew:
+class PipelineCrew:
     """The workers of one pipeline."""
 
     number: int
@@ -45,15 +45,15 @@ class Crew:
         return [(worker, list(stages)) for worker, stages in rows if worker is not None]
 
 
-def crews(members: Collection[int], stages: int, workers: int, copies: bool) -> list[Crew]:
+def crews(members: Collection[int], stages: int, workers: int, copies: bool) -> list[PipelineCrew]:
     """All pipelines of so many stages, each with those of its workers that are there."""
     return [_crew(number, set(members), stages, copies) for number in range(workers // stages)]
 
 
-def _crew(number: int, members: set[int], stages: int, copies: bool) -> Crew:
+def _crew(number: int, members: set[int], stages: int, copies: bool) -> PipelineCrew:
     first = number * stages
     keepers = []
     for stage in range(stages):
         have = [stage, *([neighbour(stage, stages)] if copies and stages > 1 else [])]
         keepers.append(tuple(first + each for each in have if first + each in members))
-    return Crew(number, tuple(have[0] if have else None for have in keepers), tuple(keepers))
+    return PipelineCrew(number, tuple(have[0] if have else None for have in keepers), tuple(keepers))
