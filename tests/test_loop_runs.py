@@ -12,8 +12,10 @@ import torrential as tt
 from torrential.cli import app
 from torrential.errors import BadInput, RunFailed, WorkerFailed
 from torrential.records import Evaluation, Event
+from torrential.reporting import series, tables
 from torrential.study.intervals import interval, unevenly_evaluated
 from torrential.study.read import read_study
+from torrential.study.show import columns
 
 HEAD = """
 import os, signal, sys, torch
@@ -199,6 +201,11 @@ def test_a_script_is_compared_with_arguments_and_reports_of_its_own(tmp_path):
     assert [run.summary.reached for run in study.entries[0].runs] == [True]
     assert unevenly_evaluated(study) == [] and interval(study) == "when the script reports"
     assert [e.value for e in study.entries[0].runs[0].evaluations][:3] == [0, 3, 6]
+    plain = read_study(tmp_path / "study" / "runs")
+    for found in (study, plain):
+        head = tables.trials(found, {id(run): series.work(run) for run in found.entries[0].runs}).head
+        assert "reported progress" in head and "reported progress" in columns(found) and found.own_loop
+        assert not {"test progress", "validation progress"} & {*head, *columns(found)}
 
 
 def test_a_script_may_end_the_run_and_a_resumed_one_goes_further(tmp_path):

@@ -208,6 +208,7 @@ def show_progress(job: Job, console: Any) -> Display:
         console,
         virtual=config.world == "sim",
         total_samples=config.epochs * config.samples if in_portions else None,
+        reported=job.loop is not None,
     ).__enter__()
 
 
@@ -301,6 +302,7 @@ def summarise(job: Job, history: list[Record]) -> Summary:
         **_staleness(steps),
         events=sum(isinstance(r, Event) for r in history),
         out=str(job.directory),
+        reported=job.loop is not None,
     )
 
 

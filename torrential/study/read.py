@@ -200,6 +200,7 @@ def _plain(directory: Path, inside: Sequence[Path], problems: list[str], task: s
         command=[],
         problems=problems,
         maximize=_maximize(runs),
+        own_loop=any(run.config.get("script") is not None for run in runs),
     )
 
 
