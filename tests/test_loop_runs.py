@@ -197,6 +197,10 @@ def test_a_script_is_compared_with_arguments_and_reports_of_its_own(tmp_path):
     asked = ["compare", str(tmp_path / "script.py"), "--strategies", "allreduce", "--target", "6", "--trials", "1"]
     result = CliRunner().invoke(app, [*asked, "--workers", "1", "--out", str(tmp_path / "study"), "--", "3"])
     assert result.exit_code == 0, result.output
+    found = tt.compare(
+        asked[1], ["allreduce"], target=6, trials=1, workers=1, args=["3"], out=tmp_path / "own", progress=False
+    )
+    assert [entry.reached for entry in found.entries] == [1]
     study = read_study(tmp_path / "study")
     assert [run.summary.reached for run in study.entries[0].runs] == [True]
     assert unevenly_evaluated(study) == [] and interval(study) == "when the script reports"
