@@ -472,6 +472,8 @@ def test_a_role_that_ends_itself_has_died(where: str, said: str, run_cli: Cli, t
     kept = records.read_records(tmp_path / "out" / records.RECORDS)
     lost = [record for record in kept if isinstance(record, records.Event) and record.event.endswith("_lost")]
     assert len(lost) == 2
+    if where == "step":  # the cause is on record, of a worker that others went on without, too
+        assert {event.detail for event in lost} == {said.partition("} ")[2].partition(");")[0]}
     assert isinstance(kept[-1], records.Event) and (kept[-1].event, f"{kept[-1].detail}\n") == ("failed", message)
 
 
