@@ -446,9 +446,10 @@ def _check_steps(config: RunConfig, strategy: Strategy) -> None:
         fits = config.samples * config.batch_size // joined
         several = [option for option in ("accumulate", "push_every") if option in strategy.__struct_fields__]
         smaller = f" and a smaller {several[0]}" if several and not fits else ""
+        size = f"use --batch-size {fits or 1}" if config.script is None else f"give the loader batch_size={fits or 1}"
         raise BadInput(
             f"the joined batch is larger than the training set (samples a step: {joined}, samples: {config.samples}); "
-            f"use --batch-size {fits or 1}{smaller}"
+            f"{size}{smaller}"
         )
 
 
@@ -479,8 +480,10 @@ def _servers_optimizer(config: RunConfig, strategy: Strategy, adapted: Optimizer
             f"layerwise={layerwise} would have no effect: servers of {name} have an optimizer of their own; "
             "add --set server=task"
         )
+    whose, remedy = "task", "--lr gives another rate, --set server=task keeps the task's optimizer"
+    if config.script is not None:
+        whose, remedy = "script", "leave out server=... to keep the script's optimizer"
     return [
-        f"the servers of {name} use {used.kind.__name__} at {config.lr:g} in the place of the task's "
-        f"{adapted.kind.__name__} at {own_rate:g}{lost}; --lr gives another rate, --set server=task keeps "
-        "the task's optimizer"
+        f"the servers of {name} use {used.kind.__name__} at {config.lr:g} in the place of the {whose}'s "
+        f"{adapted.kind.__name__} at {own_rate:g}{lost}; {remedy}"
     ]

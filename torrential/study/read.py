@@ -32,7 +32,8 @@ ReadRun = Callable[[Path], Run]
 def read_study(directory: Path, task: str | None = None, read: ReadRun | None = None) -> Study:
     """Read the runs of a directory, each with `read`, which is read_run by default.
 
-    `task` chooses among runs of several tasks, which cannot be compared; those with the most finished runs by default."""
+    `task` chooses among runs of several tasks, which cannot be compared: by default those with the most finished runs.
+    """
     read = read or read_run
     if not directory.is_dir():
         raise BadInput(f"there is no directory {directory}; name a study, a directory of runs, or a run")
