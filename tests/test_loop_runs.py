@@ -268,6 +268,43 @@ def test_gradients_that_are_added_up_have_a_loss_on_record_and_no_total_of_steps
     assert " % of the samples" in shown and not re.search(r"step \d+ / ", shown)
 
 
+STREAM = (
+    HEAD
+    + """
+from torch.utils.data import IterableDataset
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return ((torch.randn(4), n) for n in range(61))
+    def __len__(self):
+        return int(sys.argv[1])
+Endless = type("Endless", (IterableDataset,), {"__iter__": None})
+loader = DataLoader(Endless() if sys.argv[1] == "-1" else Numbers(), batch_size=4)
+model, optimizer, loader = run.prepare(model, optimizer, loader)
+with open(Path(__file__).parent / f"seen-{run.rank}", "w") as seen:
+    for epoch in run.epochs(2):
+        for x, numbers in loader:
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            seen.writelines(f"{epoch} {n}\\n" for n in numbers.tolist())
+"""
+)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "ssp"])
+def test_a_stream_with_a_length_is_dealt_out(tmp_path, strategy):
+    assert launch(tmp_path, STREAM, strategy, args=["61"]).summary.samples == 2 * 61
+    seen = [line for rank in range(2) for line in (tmp_path / f"seen-{rank}").read_text().splitlines()]
+    assert sorted(seen) == sorted(f"{epoch} {n}" for epoch in range(2) for n in range(61))
+
+
+def test_a_stream_of_another_length_or_none_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"stream without a length \(Endless\).*; give it a __len__: the samples of an"):
+        launch(tmp_path, STREAM, args=["-1"])
+    said = r"the stream of the loader's data set ended after 61 samples of epoch 0 \(samples: 70\); let __len__ give 61"
+    with pytest.raises(RunFailed, match=said):
+        launch(tmp_path, STREAM, args=["70"])
+
+
 STEP = "    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
 
 

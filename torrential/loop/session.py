@@ -284,7 +284,7 @@ class WorkerRun(ScriptRun):
             number = len(self.optimizers) - 1
             replace_step(thing, lambda: self._step(number))
         if isinstance(thing, DataLoader):
-            self._dealt = dealt = DealtLoader(thing, self.workers, self._config.samples)
+            self._dealt = dealt = DealtLoader(thing, self.workers, self._config.samples, self._config.seed)
             dealt.begin, dealt.ask, dealt.place = self._begin_pass, self._next, self._passes_done
             dealt.trained = lambda: self.losses.calls + self._steps
             dealt.evaluates, dealt.part = self._evaluates, self._part
