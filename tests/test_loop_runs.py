@@ -325,6 +325,16 @@ STEP = "    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
             BadInput,
             "batch_sampler of its own, and the run deals batches out",
         ),
+        (
+            PREPARED.replace("batch_size=4", "batch_size=50") + "for x, _ in loader:\n" + "    optimizer.step()",
+            BadInput,
+            r"\(samples a step: 100, samples: 61\); give the loader batch_size=30$",
+        ),
+        (
+            PREPARED + "for x, _ in loader:\n" + STEP + "    os._exit(5)",
+            RunFailed,
+            r"^all workers are gone \(worker . exited with status 5, as by os._exit; look for that in the script and ",
+        ),
         (PREPARED + "for x, _ in loader: optimizer.step()", RunFailed, "backward has left no gradient"),
         (PREPARED + "for x, _ in loader:\n    optimizer.step(lambda: 1)", RunFailed, "was given a closure"),
         (
