@@ -28,6 +28,7 @@ import torch
 
 from torrential import checkpoint as checkpoints
 from torrential import cli, records, run
+from torrential.cli import common
 from torrential.config import WORLDS, Recipe, Settings, without_effect
 from torrential.data.deal import Deal
 from torrential.errors import BadInput
@@ -96,7 +97,7 @@ def main_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 @pytest.fixture
 def refused(main_here: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """The message with which a command is refused, before anything has started."""
-    monkeypatch.setattr(cli, "Launch", NothingStarts)
+    monkeypatch.setattr(common, "Launch", NothingStarts)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def refuse(*args: object, code: int = 2) -> str:
