@@ -10,18 +10,17 @@ every sample exactly once, and no process or memory is left behind.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import random
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.campaign import campaign
 from benchmarks.faults import PATIENCE_SECONDS, Run, shared_files, steps_taken, summary_of
 from torrential import checkpoint
 from torrential.records import Evaluation, Event, Step
@@ -106,19 +105,5 @@ def killed_once(number: int, root: Path, chance: random.Random) -> list[str]:
     return wrong
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    chance = random.Random(options.seed)
-    root = Path(tempfile.mkdtemp(prefix="loop-faults-"))
-    wrong = [number for number in range(1, options.kills + 1) if killed_once(number, root, chance)]
-    print(f"{options.kills - len(wrong)} of {options.kills} runs lost nothing")
-    if wrong:
-        sys.exit(f"see {root}")
-    shutil.rmtree(root)
-
-
 if __name__ == "__main__":
-    main()
+    campaign(__doc__, "loop-faults", "kills", "lost nothing", lambda root: killed_once)

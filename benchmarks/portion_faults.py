@@ -9,18 +9,17 @@ undisturbed run beyond rounding, every batch had all its portions, and no proces
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.campaign import Disturb, campaign
 from benchmarks.faults import PATIENCE_SECONDS, Run, shared_files, steps_taken
 from torrential.comm.protocol import COORDINATORS
 from torrential.records import Event, Step, Work
@@ -93,23 +92,15 @@ def disturbed(number: int, root: Path, chance: random.Random, expected: float) -
     return wrong
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    chance, root = random.Random(options.seed), Path(tempfile.mkdtemp(prefix="portion-faults-"))
+def prepare(root: Path) -> Disturb:
+    """Make the run that nobody disturbs, whose objective all others are to have."""
     (root / "task.py").write_text(TASK)
     code, expected, steps = outcome(start(root, "undisturbed"))
     if code or steps != STEPS:
         sys.exit(f"the undisturbed run failed; see {root}")
     print(f"undisturbed: objective {expected:.12g}")
-    wrong = [number for number in range(1, options.runs + 1) if disturbed(number, root, chance, expected)]
-    print(f"{options.runs - len(wrong)} of {options.runs} runs as they should be")
-    if wrong:
-        sys.exit(f"see {root}")
-    shutil.rmtree(root)
+    return functools.partial(disturbed, expected=expected)
 
 
 if __name__ == "__main__":
-    main()
+    campaign(__doc__, "portion-faults", "runs", "as they should be", prepare)

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from torrential import cli, launching, run
+from torrential.cli import common
 from torrential.worlds.local import nursery, warm
 from torrential.worlds.local.warm import Launched
 
@@ -86,7 +87,7 @@ def _become(args: list[str], out: str, err: str, env: dict[str, str], directory:
         runpy.run_path(str(script), run_name="__main__")
         return
     sys.argv = ["torrential", *args]
-    cli.Launch = forked_nursery  # type: ignore[assignment, misc]
+    common.Launch = forked_nursery  # type: ignore[assignment, misc]
     cli.main()
 
 

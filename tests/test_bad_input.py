@@ -28,6 +28,7 @@ import torch
 
 from torrential import checkpoint as checkpoints
 from torrential import cli, records, run
+from torrential.cli import common
 from torrential.config import WORLDS, Recipe, Settings, without_effect
 from torrential.data.deal import Deal
 from torrential.errors import BadInput
@@ -96,7 +97,7 @@ def main_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 @pytest.fixture
 def refused(main_here: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """The message with which a command is refused, before anything has started."""
-    monkeypatch.setattr(cli, "Launch", NothingStarts)
+    monkeypatch.setattr(common, "Launch", NothingStarts)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def refuse(*args: object, code: int = 2) -> str:
@@ -472,6 +473,8 @@ def test_a_role_that_ends_itself_has_died(where: str, said: str, run_cli: Cli, t
     kept = records.read_records(tmp_path / "out" / records.RECORDS)
     lost = [record for record in kept if isinstance(record, records.Event) and record.event.endswith("_lost")]
     assert len(lost) == 2
+    if where == "step":  # the cause is on record, of a worker that others went on without, too
+        assert {event.detail for event in lost} == {said.partition("} ")[2].partition(");")[0]}
     assert isinstance(kept[-1], records.Event) and (kept[-1].event, f"{kept[-1].detail}\n") == ("failed", message)
 
 

@@ -243,7 +243,8 @@ def test_a_stream_that_is_shorter_than_said() -> None:
     with pytest.raises(BadInput) as caught:
         Batches(Counting(12), samples=40).fetch(torch.tensor([11, 12]))
     assert str(caught.value) == (
-        "the stream of training data ended after 12 samples of epoch 0 (samples: 40); say samples=12, or let it go on"
+        "the stream of the task's training data ended after 12 samples of epoch 0 (samples: 40); say samples=12, "
+        "or let it go on"
     )
 
 

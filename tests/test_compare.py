@@ -16,6 +16,7 @@ from made_up import config, question, write_run
 
 import torrential as tt
 from torrential import cli
+from torrential.cli import entry
 from torrential.errors import BadInput, RunFailed, Terminated
 from torrential.records import MANIFEST, RECORDS, Evaluation, Step, read_manifest, read_records
 from torrential.study.ask import StudyRequest
@@ -119,7 +120,7 @@ def test_a_signal_while_a_module_is_loaded_is_no_failure_of_the_module(
     def fail(**how: Any) -> None:
         raise ImportError("initialization failed") from cause
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(entry, "app", fail)
     assert cli.carry_out() == code and capfd.readouterr().err == ""
 
 

@@ -190,7 +190,7 @@ def failure(directory: Path, text: str, world: str, **options: Any) -> tuple[Tor
     file.write_text(HEAD + text)
     lines = file.read_text().splitlines()
     (here,) = (number for number, line in enumerate(lines, start=1) if line.endswith("# here"))
-    more = {"cluster": CLUSTER} if world == "sim" else {}
+    more = {"cluster": CLUSTER} if world == "sim" and "cluster" not in options else {}
     with pytest.raises(TorrentialError) as caught:
         train(str(file), world=world, out=out, progress=False, device="cpu", **more, **options)
     return caught.value, {"file": file, "here": here, "end": len(lines), "out": out}
@@ -233,6 +233,14 @@ def test_what_is_built_for_a_simulation_has_a_role(kind: str, tmp_path: Path) ->
     error, about = failure(tmp_path, text, "sim")
     assert str(error) == f"observer failed: the task's model factory raised {OTHER(kind)}{NONE}".format(**about)
     assert not isinstance(error, TaskFailed) and error.exit_code == 1
+
+
+def test_what_is_raised_while_a_simulation_measures_says_so(tmp_path: Path) -> None:
+    """The third call of the loss raises: in a run of processes that would be at a step."""
+    third = "loss = LastBatch(lambda outputs: boom())\nloss.steps = 9\ntask = make(loss=loss)\n"
+    error, about = failure(tmp_path, third, "sim", cluster={"compute": {"seconds_per_sample": "measure"}})
+    measured = "worker 0 failed: while compute time was measured, before step 1: the task's loss raised"
+    assert str(error) == f"{measured} {BOOM}{NONE}".format(**about)
 
 
 @pytest.mark.parametrize("world", ["local", "sim"])

@@ -48,6 +48,7 @@ LAYERS = [
     {"study", "bench", "testing", "stages_command"},
     {"reporting", "cli", "__main__"},
 ]
+SHARED = {"base", "context", "roles", "portioned"}  # files of strategies/ that strategies may import
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 
@@ -56,7 +57,7 @@ def violations(package: Path) -> list[str]:
 
     - a module imports from lower layers, and from its neighbours in its own as long as there is no cycle;
     - files of strategies/ never import one another, except that all may import the package itself and what they
-      share: base, context, roles, portioned;
+      share (SHARED);
     - nothing but __main__ imports cli;
     - nothing imports names from the package's __init__.py, which is there for users.
     """
@@ -91,7 +92,7 @@ def judge(source: tuple[str, ...], target: tuple[str, ...]) -> str | None:
     if RANK[other] > RANK[top]:
         return f"{top} (layer {RANK[top]}) imports {other} (layer {RANK[other]}), which is above it"
     siblings = top == other == "strategies" and source[1:] != ("__init__",)
-    if siblings and target[1:2] not in ((), ("base",), ("context",), ("roles",), ("portioned",), source[1:2]):
+    if siblings and target[1:] and target[1] not in SHARED | {source[1]}:
         return f"strategy {source[1]!r} imports strategy {target[1]!r}; share through strategies/base.py"
     return None
 

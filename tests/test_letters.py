@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import msgspec
@@ -27,10 +28,10 @@ from torch.utils.data import TensorDataset
 
 from torrential.comm import wire
 from torrential.comm.frames import Frames, TensorHeader, frame, reader_of
-from torrential.comm.post import Contact, Greeting, Post
+from torrential.comm.post import Contact, Greeting, Post, Posted
 from torrential.comm.protocol import SERVERS, Letter
 from torrential.config import LocalSettings, RunConfig, SimSettings
-from torrential.errors import RunFailed
+from torrential.errors import RunFailed, WaitedTooLong
 from torrential.records import Event, Record
 from torrential.run import Silent
 from torrential.server.consistency import Consistency
@@ -676,3 +677,9 @@ def test_whoever_was_not_read_from_for_long_is_no_stranger(monkeypatch: pytest.M
     finally:
         near.close()
         far.close()
+
+
+def test_a_letter_that_nobody_takes_names_the_role_and_no_address():
+    posted = Posted(SERVERS + 1, SimpleNamespace(pause=time.sleep))
+    with pytest.raises(WaitedTooLong, match=r"^waited 0\.0 s for server 1 \(to take a letter\)$"):
+        posted.wait(0.01)

@@ -4,7 +4,9 @@ plain loop; where it cannot, it is refused in a line."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -174,6 +176,15 @@ class Tallying(torch.optim.SGD):
             self.param_groups[0]["tally"][0] += 1
         else:
             self.state["all"]["tally"] += 1  # type: ignore[index]
+        return super().step(closure)
+
+
+class Averaging(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            recent = self.state[parameter].setdefault("recent", deque(maxlen=2))
+            recent.append(parameter.grad.clone())
+            parameter.grad = sum(recent) / len(recent)
         return super().step(closure)
 
 
@@ -503,8 +514,21 @@ def test_parameters_that_leave_their_group_are_found_when_the_state_is_saved(tmp
 @pytest.mark.parametrize("where", ["list", "object", "group", "state"])
 def test_what_is_kept_outside_of_the_state_is_found_wherever_it_is(where: str, tmp_path: Path) -> None:
     task = small_task(160, optimizer=tt.optimizer(Tallying, lr=0.02, where=where))
-    with pytest.raises(BadInput, match=r"it keeps .*tally.* outside of its state, which replicas and checkpoints"):
+    place = r"state\['all'\]\['tally'\] for no parameter" if where == "state" else ".*tally.* outside of its state"
+    with pytest.raises(BadInput, match=f"it keeps {place}, which replicas and checkpoints"):
         run(task, tmp_path / "run", "bsp")
+
+
+def test_a_container_in_the_state_is_not_said_to_be_outside_of_it(tmp_path: Path) -> None:
+    """The mean of the last gradients, which are kept in a deque."""
+    said = r"keeps a deque in its state \('recent'\), which "
+    with pytest.raises(BadInput, match=f"Averaging cannot be run on a parameter server: it {said}replicas"):
+        run(task_with(Averaging), tmp_path / "served", "bsp")
+    history = run(task_with(Averaging), tmp_path / "run", "allreduce", "sim").history
+    warned = [e.detail for e in history if isinstance(e, Event) and e.event == "warning"]
+    assert len(warned) == 1 and re.search(
+        f"Averaging {said}no checkpoint holds.*; keep tensors and numbers in", warned[0]
+    )
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "bsp"])

@@ -617,7 +617,7 @@ class Narrow(tt.Strategy, frozen=True, kw_only=True):
     [
         (Nothing, r"the program of worker \d returned before the run was finished; .* ctx.leave\(\)"),
         (NoVote, "propose returned None; it must return a tt.Vote"),
-        (Astray, r"worker \d exchanges a tensor with 7, which is no other member \(\d\)"),
+        (Astray, r"worker \d exchanges a tensor with worker 7, which is no other member \(\d\)"),
         (Tiny, "samples_per_update of Tiny gives 0"),
         (
             Narrow,

@@ -183,6 +183,17 @@ def test_the_final_table_tells_how_it_ended() -> None:
         assert part in text
 
 
+def test_what_a_script_has_reported_is_not_said_to_be_of_test_data() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with ProgressDisplay(900, 4, "accuracy", None, console, live=False, clock=Clock(), reported=True) as progress:
+        progress.record(Evaluation(split="validation", step=9, epoch=1, samples=90, time=1.0, value=0.5, loss=0.25))
+    console.print(final_table(summary(reported=True)))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "reported accuracy 50 % · reported loss 0.2500" in text and "reported accuracy  97.34 %" in text
+    assert "test" not in text and "validation" not in text
+
+
 def test_virtual_seconds_are_named_and_ours_are_beside_them() -> None:
     console = Console(file=io.StringIO(), width=200)
     with ProgressDisplay(900, 4, "accuracy", None, console, live=False, clock=Clock(), virtual=True) as progress:

@@ -153,4 +153,4 @@ def test_what_is_tried_leaves_random_numbers_as_they_were() -> None:
     layout, before = plan(nn.Linear(3, 2), 1 << 20), torch.get_rng_state()
     form = form_of(tt.optimizer(Biases, lr=0.1), layout)
     assert torch.equal(torch.get_rng_state(), before)
-    assert form.divisible and form.obeys and form.outside is None and not form.draws
+    assert form.divisible and form.obeys and form.unsaved is None and not form.draws

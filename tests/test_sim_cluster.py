@@ -142,6 +142,19 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ({"hosts": 2, "workers_per_host": 2}, 4, 3, None),  # servers go where workers are
         ({"hosts": 3, "workers_per_host": 2, "servers_apart": True}, 4, 2, "and 2 servers apart need 4"),
         ({"stragglers": [{"worker": 4}]}, 4, 0, r"names worker 4, but there are 4 \(numbered from 0\)"),
+        (
+            {"stragglers": [{"worker": n} for n in (4, 5, 7)], "faults": [{"kind": "crash", "server": 3, "at": 1.0}]},
+            2,
+            1,
+            "names workers 4, 5, 7, but there are 2 .*; use --workers 8 or more; and server 3, .*; use --servers 4 or",
+        ),
+        (
+            {"faults": [{"kind": "partition", "at": 1.0, "hosts": [0, 1]}]},
+            2,
+            1,
+            r"has a partition with all roles on one side of it \(hosts = \[0, 1\]; hosts with roles: 2\)",
+        ),
+        ({"faults": [{"kind": "partition", "at": 1.0, "hosts": [0, 1]}], "servers_apart": True}, 2, 1, None),
         ({"faults": [{"kind": "crash", "at": 1.0, "server": 1}]}, 4, 1, "names server 1, but there are 1"),
         ({"faults": [{"kind": "partition", "at": 1.0, "hosts": [2]}], "workers_per_host": 2}, 4, 0, "names host 2"),
         ({"faults": [{"kind": "partition", "at": 1.0, "hosts": [2]}], "hosts": 3}, 2, 0, None),

@@ -115,7 +115,7 @@ def test_all_roles_of_a_host_die_at_once_and_come_back(
     told = [event for event in events(result) if event[0] not in ("regrouped", "server_filled")]
     lost = [told for told in told if told[0].endswith("lost")]
     assert lost[0] == ("host_lost", None, f"host 1: {here}")
-    workers = [("worker_lost", 2, ""), ("worker_lost", 3, "")]
+    workers = [("worker_lost", 2, "crashed"), ("worker_lost", 3, "crashed")]
     numbers = range(1, servers or 0, 2)
     heirs = {n: (n + 1) % (servers or 1) for n in numbers}
     assert lost[1:] == workers + [

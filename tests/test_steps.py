@@ -46,6 +46,12 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
             "outputs": outputs, "targets": batch["y"]}  # fmt: skip
 
 
+def backward_itself(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss = F.cross_entropy(model(batch["x"]), batch["y"])
+    loss.backward()
+    return loss
+
+
 def task(**changes: Any) -> tt.Task:
     given: dict[str, Any] = dict(
         model=lambda: nn.Linear(2, 2), step=step, train=DATA, test=DATA, validation=DATA, epochs=1, batch_size=5
@@ -124,6 +130,7 @@ def test_a_metric_may_need_no_targets() -> None:
         ({"step": lambda m, b: 3.0}, "(it is of type float)"),
         ({"step": lambda m, b: None}, "(it is of type NoneType)"),
         ({"step": lambda m, b: m(b["x"]).mean().detach()}, "depends on no parameter"),
+        ({"step": backward_itself}, "step has called backward(); let it return the loss alone: Torrential runs"),
         ({"step": lambda m, b: {"loss": m(b["x"]).mean(), "logits": b["x"]}}, "the figure 'logits' of the task's step"),
         (
             {"step": lambda m, b: b["z"]},

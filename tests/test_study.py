@@ -15,7 +15,7 @@ import pytest
 from made_up import Unseen, asked, config, content, fake, manifest, question, write_run
 
 from torrential import records
-from torrential.config import LocalSettings
+from torrential.config import LocalSettings, SimSettings
 from torrential.errors import BadInput
 from torrential.records import Evaluation
 from torrential.study.ask import check_asked, make_specs, split_entries, split_tune
@@ -420,6 +420,22 @@ def test_directories_without_a_study(tmp_path):
     open_directory(tmp_path / "mine", question())
     with pytest.raises(BadInput, match=r"holds studies \(mine\); name one"):
         read_study(tmp_path)
+
+
+def test_runs_that_failed_do_not_decide_which_task_is_shown(tmp_path):
+    write_run(tmp_path / "a", config(), 1.0)
+    for seed in range(2):
+        write_run(tmp_path / f"failed-{seed}", config(task="fashion", seed=seed), None)
+        lines = (tmp_path / f"failed-{seed}" / records.RECORDS).read_bytes().splitlines(keepends=True)
+        (tmp_path / f"failed-{seed}" / records.RECORDS).write_bytes(b"".join(lines[:-1]))
+    found = read_study(tmp_path)
+    assert found.task == "digits" and "shown are the 1 of digits, and not those of fashion (2)" in found.problems[0]
+
+
+def test_runs_in_several_worlds_are_named_by_their_world(tmp_path):
+    write_run(tmp_path / "a", config(), 1.0)
+    write_run(tmp_path / "b", config(world="sim", settings=SimSettings()), 1.0)
+    assert [entry.name for entry in read_study(tmp_path).entries] == ["allreduce", "allreduce · simulated"]
 
 
 def test_of_several_tasks_one_is_shown_and_any_can_be_chosen(tmp_path):

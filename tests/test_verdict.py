@@ -24,9 +24,14 @@ def test_a_winner_in_words():
     assert verdict.sentences[0] == "ssp reached 90 % accuracy soonest (median 4.000 s, 5 trials)"
     (pair,) = verdict.pairs
     assert verdict.sentences[1:] == [pair.sentence]
-    assert pair.sentence.startswith("ssp reached 90 % accuracy 2.0x sooner than allreduce (95 % CI 1.")
+    assert pair.sentence.startswith("ssp reached 90 % accuracy 2.00x sooner than allreduce (95 % CI 1.")
     assert pair.sentence.endswith(", 5 trials each)") and pair.differs and pair.p == pair.difference.p
     assert verdict.refused == [] and "once per epoch" in verdict.rules[0]
+
+
+def test_a_ratio_has_as_many_digits_as_its_interval():
+    verdict = judge(study({"slow": [2.041, 2.042, 2.043, 2.044], "quick": [1.0, 1.0001, 1.0002, 1.0003]}))
+    assert verdict.sentences[1].startswith("quick reached 90 % accuracy 2.04x sooner than slow (95 % CI 2.04–2.04, ")
 
 
 def test_who_is_like_the_soonest_need_not_be_like_one_another():

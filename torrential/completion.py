@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-STRATEGIES = Path(__file__).parent / "strategies"  # a file for each, and some that are none
+STRATEGIES = Path(__file__).parent / "strategies"  # a file for each, and what they share
 CLUSTERS = Path(__file__).parent / "worlds" / "sim" / "clusters"
 
 
@@ -23,10 +23,18 @@ def strategies(incomplete: str) -> list[str]:
     """The strategies; also the last one of a list, as in allreduce,ss."""
     from importlib.metadata import entry_points
 
-    shared = {"__init__", "base", "context", "portioned", "registry", "roles"}
-    names = {file.stem for file in STRATEGIES.glob("*.py")} - shared
-    names |= {point.name for point in entry_points(group="torrential.strategies")}
+    names = _built_in() | {point.name for point in entry_points(group="torrential.strategies")}
     return _last_of_list(sorted(names), incomplete)
+
+
+def _built_in() -> set[str]:
+    """The files of the strategies that come with Torrential, which have their names: those whose classes are in the
+    table of strategies/__init__.py, which is read as text, since to import it would load torch."""
+    lines = ast.parse((STRATEGIES / "__init__.py").read_text()).body
+    (table,) = (node for node in lines if isinstance(node, ast.AnnAssign))
+    classes = {node.id for node in ast.walk(table) if isinstance(node, ast.Name)} - {"Strategy"}
+    imports = [node for node in lines if isinstance(node, ast.ImportFrom)]
+    return {str(node.module).rpartition(".")[2] for node in imports if classes & {each.name for each in node.names}}
 
 
 def clusters(incomplete: str) -> list[str]:

@@ -189,6 +189,7 @@ def label_of(strategy: str) -> str:
 # -- who owns an option -----------------------------------------------------------------------------------------------
 RUN = {"task", "strategy", "workers", "servers", "epochs", "steps", "target", "batch_size", "lr", "seed", "device"}
 RUN |= {"world", "cluster", "out", "resume", "progress", "listeners", "strategies", "trials", "tune", "tune_trials"}
+RUN |= {"args", "minimize"}  # of a script
 """What belongs to a run or a study itself: the arguments of tt.train and tt.compare that are no options."""
 
 

@@ -26,6 +26,8 @@ BY_THE_TASK = (
     "as by os._exit in the task's code; look for that in the model, the loss, the data sets and what they import"
 )
 """What is said of an exit status that none of our own code gives."""
+BY_THE_SCRIPT = "as by os._exit; look for that in the script and what it imports"
+"""The same of a worker that runs a script with a loop of its own."""
 
 
 class Terminated(BaseException):

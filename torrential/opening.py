@@ -257,18 +257,18 @@ def _source_of_strategy(directory: Path, config: RunConfig) -> str:
 def _check_same(
     directory: Path, config: RunConfig, task: Task, model: nn.Module, checkpoint: checkpoints.Checkpoint | None
 ) -> None:
-    """A run goes on only with the task it was begun with."""
-    samples = training_samples(task)
+    """A run goes on only with the task or script it was begun with."""
+    samples, begun_with = training_samples(task), "task" if config.script is None else "script"
     if samples != config.samples:
         raise BadInput(
-            f"the task of {directory} has changed (training samples: {config.samples} then, {samples} now); "
+            f"the {begun_with} of {directory} has changed (training samples: {config.samples} then, {samples} now); "
             "start another run"
         )
     if (described := task.optimizer_spec.describe()) != config.optimizer:
-        raise BadInput(f"the task's optimizer has changed ({config.optimizer} then, {described} now)")
+        raise BadInput(f"the {begun_with}'s optimizer has changed ({config.optimizer} then, {described} now)")
     if checkpoint is not None:
         now = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         then = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
         if now != then:
             odd = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
-            raise BadInput(f"the task's model has changed since {directory} (at: {odd[0]}); start another run")
+            raise BadInput(f"the {begun_with}'s model has changed since {directory} (at: {odd[0]}); start another run")

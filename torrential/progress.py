@@ -53,9 +53,10 @@ class ProgressDisplay:
         clock: Callable[[], float] = time.monotonic,
         virtual: bool = False,  # whether the run's time is not ours
         total_samples: int | None = None,  # in the place of steps, where these are few and long
+        reported: bool = False,  # whether evaluations are what a script reports, of data that it alone knows
     ) -> None:
         self._total, self._metric, self._target = total_steps, metric, target
-        self._total_samples, self._samples = total_samples, 0
+        self._total_samples, self._samples, self._reported = total_samples, 0, reported
         self._console, self._clock = console, clock
         self._began, self._virtual = clock(), virtual
         self._states = dict.fromkeys(range(workers), "starting")
@@ -99,7 +100,7 @@ class ProgressDisplay:
                 self._came_to(record)
                 if not self._live:
                     metric = self._metric_line(record.split)
-                    loss = "" if record.loss is None else f"{record.split} loss {number(record.loss)} · "
+                    loss = "" if record.loss is None else f"{self._named(record.split)} loss {number(record.loss)} · "
                     self._print(
                         f"step {record.step:,} · epoch {record.epoch:,} · {metric} · "
                         f"{loss if loss != f'{metric} · ' else ''}{record.samples:,} samples in "
@@ -185,10 +186,13 @@ class ProgressDisplay:
         return " · ".join(parts)
 
     def _metric_line(self, split: str) -> str:
-        line = f"{split} {self._metric} {metric_value(self._metric, self._held_out[split])}"
+        line = f"{self._named(split)} {self._metric} {metric_value(self._metric, self._held_out[split])}"
         if self._target is not None and (split == "validation" or "validation" not in self._held_out):
             line += f" (target {metric_value(self._metric, self._target)})"
         return line
+
+    def _named(self, split: str) -> str:
+        return "reported" if self._reported else split
 
     def _area(self) -> RenderableType:
         head = Table.grid(padding=(0, 1), expand=True)
@@ -227,6 +231,11 @@ class ProgressDisplay:
         self._console.print(Text(line), soft_wrap=True, highlight=False)
 
 
+def final_metric(metric: str, reported: bool) -> str:
+    """The name of a run's last value of the metric: measured on test data, or reported by a script."""
+    return f"{'reported' if reported else 'test'} {metric}"
+
+
 def final_table(summary: Summary, took: float | None = None) -> RenderableType:
     """The end of a run for a person to read. `took`: seconds of ours, which a simulated run does not know."""
     table = Table.grid(padding=(0, 2))
@@ -244,7 +253,7 @@ def _final_rows(summary: Summary, took: float | None) -> Iterable[tuple[str, str
     workers = counted(summary.workers, "worker")
     yield "strategy", f"{summary.strategy}, {workers}{servers}, world {summary.world}"
     value = "not measured" if summary.value is None else metric_value(summary.metric, summary.value)
-    yield f"test {summary.metric}", value
+    yield final_metric(summary.metric, summary.reported), value
     if summary.target is not None:
         target = metric_value(summary.metric, summary.target)
         after = "" if summary.time_to_target is None else f" after {number(summary.time_to_target)} {unit}"

@@ -113,6 +113,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     staleness_max: Count | None
     events: Count
     out: str
+    reported: bool = False  # whether `value` is what a script has reported last; else it was measured on test data
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="work"):

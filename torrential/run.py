@@ -199,7 +199,9 @@ def display_of(job: Job, show: bool | None) -> Display:
 def show_progress(job: Job, console: Any) -> Display:
     """A display that shows on `console` what it is told."""
     config = job.config
-    in_portions = not job.strategy.uses_rate and config.epochs < NO_LIMIT
+    by_samples = (not job.strategy.uses_rate or (job.loop is not None and config.steps is None)) and (
+        config.epochs < NO_LIMIT
+    )
     return ProgressDisplay(
         planned_steps(job),
         config.workers,
@@ -207,7 +209,8 @@ def show_progress(job: Job, console: Any) -> Display:
         config.target,
         console,
         virtual=config.world == "sim",
-        total_samples=config.epochs * config.samples if in_portions else None,
+        total_samples=config.epochs * config.samples if by_samples else None,
+        reported=job.loop is not None,
     ).__enter__()
 
 
@@ -301,6 +304,7 @@ def summarise(job: Job, history: list[Record]) -> Summary:
         **_staleness(steps),
         events=sum(isinstance(r, Event) for r in history),
         out=str(job.directory),
+        reported=job.loop is not None,
     )
 
 
@@ -322,8 +326,10 @@ def _staleness(steps: list[Step]) -> dict[str, Any]:
 
 
 def planned_steps(job: Job) -> int | None:
+    """The steps that a run takes if nobody dies; None: that is not known, as of a script, which may add gradients of
+    several batches up, or take several steps on one."""
     config, deal = job.config, Deal(job.config.samples, job.config.seed)
-    if config.epochs >= NO_LIMIT:
+    if config.epochs >= NO_LIMIT or job.loop is not None:
         return config.steps
     joined = config.samples_per_step
     schedule = schedule_of(config, joined)

@@ -41,6 +41,11 @@ def try_once(task: Task) -> tuple[nn.Module, Sample]:
 
 def _try_step(task: Task, model: nn.Module, batch: Any) -> None:
     result = run_step(task, model, batch, f" on a batch of {form(batch)}")
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        raise BadInput(
+            "the task's step has called backward(); let it return the loss alone: Torrential runs backward and the "
+            "optimizer (torch.autograd.grad may be used inside of a step)"
+        )
     if not result.loss.requires_grad:
         raise BadInput("the loss of the task's step depends on no parameter; do not detach it, or take .item() of it")
     check_metric(task, result)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torrential.comm.channel import Channel
 from torrential.comm.outbox import Outgoing
-from torrential.comm.protocol import Complaints, Meter
+from torrential.comm.protocol import Complaints, Meter, role_name
 from torrential.errors import RunFailed, WaitedTooLong
 
 REST_SECONDS = 2e-3
@@ -49,7 +49,8 @@ class PointToPoint:
     def _check_member(self, other: int) -> None:
         if other == self.rank or other not in self.members:
             others = ", ".join(str(rank) for rank in self.members if rank != self.rank) or "none"
-            raise RunFailed(f"worker {self.rank} exchanges a tensor with {other}, which is no other member ({others})")
+            two = f"{role_name(self.rank)} exchanges a tensor with {role_name(other) if other >= 0 else other}"
+            raise RunFailed(f"{two}, which is no other member ({others})")
 
     def send(self, tensor: Tensor, to: int, tag: str) -> Transfer:
         self._check_member(to)

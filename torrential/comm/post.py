@@ -37,7 +37,7 @@ from torrential.comm import wire
 from torrential.comm.admission import Admission
 from torrential.comm.frames import AT_ONCE, Frames, Landing, Memory, frame, nowhere, reader_of
 from torrential.comm.outbox import Outbox, Outgoing
-from torrential.comm.protocol import SERVERS, Letter
+from torrential.comm.protocol import SERVERS, Letter, role_name
 from torrential.errors import WaitedTooLong
 
 DIAL_SECONDS = 5.0
@@ -77,7 +77,7 @@ class Posted(Outgoing):
             self._post.pause(min(AN_HOUR, deadline - time.monotonic()))
             if not self.done() and time.monotonic() >= deadline:
                 assert timeout is not None
-                raise WaitedTooLong(f"address {self._to}", timeout, "to take a letter")
+                raise WaitedTooLong(role_name(self._to), timeout, "to take a letter")
 
 
 class _Route(NamedTuple):

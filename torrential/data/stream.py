@@ -25,8 +25,20 @@ class StreamReader:
     """The samples of a stream of `samples`, by position. `window`: so many neighbours are held together, since they may
     be asked for in any order (a shuffle buffer)."""
 
-    def __init__(self, dataset: Any, samples: int, window: int, seed: int, name: str) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        samples: int,
+        window: int,
+        seed: int,
+        name: str,
+        whose: str = "the task",
+        said: str = "say samples={}",
+    ) -> None:
+        """`name` and `whose` are for messages ("the task's training data"), as is `said`: how a number of samples is
+        given."""
         self._dataset, self._samples, self._window, self._seed, self._name = dataset, samples, window, seed, name
+        self._whose, self._said = whose, said
         self._epoch = -1
         self._place = 0  # samples read so far
         self._held: list[Any] = []  # the window that ends there
@@ -35,7 +47,7 @@ class StreamReader:
 
     def read(self, positions: Sequence[int], epoch: int) -> list[Any]:
         """The samples at these positions of an epoch; quick where they lie behind those that were read last."""
-        with self._draws, calling(self._name):
+        with self._draws, calling(self._name, whose=self._whose):
             return [self._item(position, epoch) for position in positions]
 
     def _item(self, position: int, epoch: int) -> Any:
@@ -61,9 +73,10 @@ class StreamReader:
         for _ in range(min(self._window, self._samples - self._place)):
             item = next(self._items, _END)
             if item is _END:
+                found = self._place + len(held)
                 raise BadInput(
-                    f"the stream of {self._name} ended after {self._place + len(held)} samples of epoch {self._epoch} "
-                    f"(samples: {self._samples}); say samples={self._place + len(held)}, or let it go on"
+                    f"the stream of {self._whose}'s {self._name} ended after {found} samples of epoch {self._epoch} "
+                    f"(samples: {self._samples}); {self._said.format(found)}, or let it go on"
                 )
             held.append(item if keep else None)
         self._place += len(held)

@@ -95,13 +95,15 @@ class LoopContext(RoleContext):
             self.leave()
 
     def evaluation(self, value: float, loss: float | None, epoch: int) -> Evaluation:
-        """What the script reports, and where in the run it does: after so many epochs."""
+        """What the script reports, and where in the run it does: after so many epochs. Where servers deal samples, this
+        worker knows its own batches only: when there are no more of an epoch, all of its samples were dealt."""
         progress = self.progress
+        dealt = 0 if self.servers is None else epoch * self.config.samples
         return Evaluation(
             split="validation",
             step=progress.step,
             epoch=epoch,
-            samples=progress.samples,
+            samples=max(progress.samples, dealt),
             time=self.comm.now(),
             value=value,
             loss=loss,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from torrential.trainer.data import TrainingData
 from torrential.trainer.rounds import StepDropped
 
 NO_SAY = -1.0
+GOES_ON, STOPS, ENDED = 0.0, 1.0, 2.0  # what a member says of the step to come: its script wants none after the first
 OPTIMIZERS = 1000  # more than a script has
 
 
@@ -69,6 +71,8 @@ class LoopData(TrainingData):
         self._carried = 0, 0  # joined batches, and batches of this member, that the share has of passes before
         self._broken: set[int] = set()  # epochs that the script has left in the middle, where servers deal
         self.left_out = False  # whether the batch is of such an epoch, and the script does not see it
+        self.stopping = False  # whether this script has called run.stop()
+        self.dropped = False  # whether the last step was not taken, because a script had called run.stop() before it
         self._ahead: Batch | None = None  # of the next epoch, leased but not handed to the script yet
 
     deal: KeptDeal
@@ -83,6 +87,9 @@ class LoopData(TrainingData):
     def met(self, agreement: Agreement) -> None:
         if agreement.generation == 1:
             self.deal.roster = agreement.members
+        self.progress.ended = False  # perhaps not everybody has heard of the end: it is voted on again
+        if self.dropped:
+            self.dropped = self.progress.stopped = False
 
     def idle(self) -> None:
         if self._share is not None and self.progress.step > self._begun:  # it was concluded, here or by the others
@@ -98,12 +105,19 @@ class LoopData(TrainingData):
             elif isinstance(wish, NextBatch) and self._is_over(wish, self.deal.next_epoch()):
                 self._turns.grant(None)
             else:
-                if isinstance(wish, AtEnd):
-                    self.deal.leave_before(wish.epoch)
-                    self.progress.end()
+                if self._ending() != GOES_ON:
+                    self._share = None
                 return
 
+    def _ending(self) -> float:
+        """Whether this member's script wants the step to come, or why it does not."""
+        wish = self._turns.wish
+        if self.stopping and isinstance(wish, NextBatch | AtEnd):
+            return STOPS
+        return ENDED if isinstance(wish, AtEnd) else GOES_ON
+
     def finish(self) -> None:
+        self.step_done()
         while not isinstance(wish := self._turns.awaited(), AtEnd):
             self._turns.grant(self.deal.next_epoch() if isinstance(wish, Place) else None)
         self.progress.end()
@@ -117,10 +131,14 @@ class LoopData(TrainingData):
         wish, clip = self._turns.wish, self.clip()
         silent = not isinstance(wish, TakeStep)
         said = NO_SAY if silent else self._taken * OPTIMIZERS + wish.optimizer  # type: ignore[union-attr]
-        return [said, self.deal.next_epoch(), math.inf if clip is None else clip, *self.rates()]
+        place = self.deal.next_epoch()
+        return [self._ending(), said, place, math.inf if clip is None else clip, *self.rates()]
 
     def decided(self, numbers: Tensor) -> None:
-        rows = dict(zip(self._comm.members, numbers.tolist(), strict=True))
+        endings = dict(zip(self._comm.members, numbers[:, 0].tolist(), strict=True))
+        rows = dict(zip(self._comm.members, numbers[:, 1:].tolist(), strict=True))
+        if any(endings.values()):
+            self._end_before_step(endings)
         said = {rank: row for rank, row in rows.items() if row[0] != NO_SAY}
         if len({row[0] for row in said.values()}) > 1:
             raise self._come_apart({rank: divmod(int(row[0]), OPTIMIZERS) for rank, row in said.items()})
@@ -137,6 +155,26 @@ class LoopData(TrainingData):
         self.deal.leave_before(int(epoch))  # where this member has come in the meantime
         self.deal.agree(int(first) // OPTIMIZERS, self._comm.members)
         self.use(rates, None if math.isinf(clip) else clip)
+
+    def _end_before_step(self, endings: dict[int, float]) -> NoReturn:
+        """Some scripts want no further step: it is not taken, and all end here."""
+        ended = [rank for rank, ending in endings.items() if ending == ENDED]
+        if STOPS in endings.values():
+            self.dropped = self.stopping = self.progress.stopped = True
+        elif len(ended) == len(endings):
+            wish = self._turns.wish
+            assert isinstance(wish, AtEnd)
+            self.deal.leave_before(wish.epoch)
+            self.progress.end()
+        else:
+            others = [rank for rank in endings if rank not in ended]
+            step = self.progress.step + 1
+            raise RunFailed(
+                f"{_workers(ended)} came to the end of the script before step {step}, and {_workers(others)} "
+                f"wait{'s' * (len(others) == 1)} for all to take it; have them take the same steps, or end the run "
+                "with run.stop()"
+            )
+        raise StepDropped
 
     def _come_apart(self, said: dict[int, tuple[int, int]]) -> RunFailed:
         did = [
@@ -164,6 +202,10 @@ class LoopData(TrainingData):
         if part is not None or parts is not None:
             raise RunFailed("a script's own loop has one part of a joined batch for each worker; use another strategy")
         deal, present = self.deal, self._comm.members
+        if self._ending() != GOES_ON:
+            deal.begin_round(self._config.batch_size, batches)
+            self.joined, self.again = deal.size, False
+            return Share([], 0)
         self.again = self._share is not None
         if not self.again:
             deal.begin_round(self._config.batch_size, batches)
@@ -217,6 +259,9 @@ class LoopData(TrainingData):
             wish = self._turns.awaited()
             if isinstance(wish, AtEnd):
                 return None
+            if self.stopping and isinstance(wish, NextBatch):
+                self.finish()
+                return None
             if isinstance(wish, Place):
                 self._turns.grant(self.progress.epoch if self._ahead is None else self._ahead.epoch)
             elif isinstance(wish, BeginPass):
@@ -242,3 +287,7 @@ class LoopData(TrainingData):
                 if len(batch) and not self.left_out:
                     self._last = [batch]
                 return batch
+
+
+def _workers(ranks: Sequence[int]) -> str:
+    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,6 +17,7 @@ from torch.utils.data import (
 )
 
 from torrential.data.deal import Batch, Deal, Order
+from torrential.data.stream import StreamReader
 from torrential.errors import BadInput, RunFailed
 from torrential.loop.turns import BeginPass
 from torrential.usercode import calling
@@ -25,15 +25,16 @@ from torrential.usercode import calling
 
 def check_loader(loader: DataLoader[Any]) -> None:
     """Refuse a loader whose samples cannot be dealt out."""
-    if isinstance(loader.dataset, IterableDataset):
+    stream = isinstance(loader.dataset, IterableDataset)
+    if stream and not hasattr(loader.dataset, "__len__"):
         raise BadInput(
-            f"the loader reads a stream ({type(loader.dataset).__name__}), which cannot be dealt out to workers; "
-            "give a data set with __len__ and __getitem__"
+            f"the loader reads a stream without a length ({type(loader.dataset).__name__}), and the run deals out a "
+            "known number of samples; give it a __len__: the samples of an epoch"
         )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise BadInput("the loader has a batch_sampler of its own, and the run deals batches out; give batch_size=...")
     sampler = loader.sampler
-    if type(sampler) not in (RandomSampler, SequentialSampler):
+    if not stream and type(sampler) not in (RandomSampler, SequentialSampler):
         raise BadInput(
             f"the loader has a sampler of its own ({type(sampler).__name__}), and the run deals samples out; give "
             "shuffle=True or False, and a torch.utils.data.Subset for some of the samples"
@@ -79,8 +80,13 @@ class DealtLoader:
     a look at the first batch, say, uses up nothing. Without gradients the script evaluates: such a pass is dealt to
     nobody, and gives the worker's part of the data whenever it is asked for."""
 
-    def __init__(self, loader: DataLoader[Any], workers: int, samples: int) -> None:
-        self._loader = loader
+    def __init__(self, loader: DataLoader[Any], workers: int, samples: int, seed: int = 0) -> None:
+        """`samples`: of an epoch; `seed`: from which a stream draws."""
+        self._loader, self._stream = loader, None
+        if isinstance(loader.dataset, IterableDataset):
+            size = len(loader.dataset)  # type: ignore[arg-type]
+            said = "let __len__ give {}"
+            self._stream = StreamReader(loader.dataset, size, 1, seed, "data set", "the loader", said)
         self._length = -(-samples // (workers * (loader.batch_size or 1)))
         self.begin: Callable[[BeginPass], None] = lambda wish: None
         self.ask: Callable[[int], Batch | None] = lambda epoch: None
@@ -115,7 +121,7 @@ class DealtLoader:
         if self.evaluates():
             trained, left = self.trained(), self.part()
             while trained == self.trained() and (batch := next(left, None)) is not None:
-                yield self._fetch(batch.indices)
+                yield self._fetch(batch)
             return
         if self._done is None:
             place = self.place()
@@ -130,7 +136,7 @@ class DealtLoader:
         # have none of an epoch that the others have done without it.
         while (another := self.ask(mine.epoch)) is not None:
             mine.handed += 1
-            yield self._fetch(another.indices)
+            yield self._fetch(another)
             if self.newest is not mine:
                 raise RunFailed(
                     "the script goes on with a pass over its loader after it has begun another; finish one before the "
@@ -153,13 +159,16 @@ class DealtLoader:
         broken = last is not None and not unused and not last.ended
         return BeginPass(last.epoch if last is not None and unused else self._next, unused, broken)
 
-    def _fetch(self, indices: Tensor) -> Any:
-        dataset, collate = self._loader.dataset, self._loader.collate_fn
+    def _fetch(self, batch: Batch) -> Any:
+        dataset, collate, indices = self._loader.dataset, self._loader.collate_fn, batch.indices
         if collate is default_collate and type(dataset) is TensorDataset:
             return [tensor.index_select(0, indices) for tensor in dataset.tensors]  # what default_collate gives, sooner
         chosen = indices.tolist()
-        with calling("data set", whose="the loader"):
-            many = getattr(dataset, "__getitems__", None)
-            items = many(chosen) if many else [dataset[i] for i in chosen]
+        if self._stream is not None:
+            items = self._stream.read(chosen, batch.epoch)
+        else:
+            with calling("data set", whose="the loader"):
+                many = getattr(dataset, "__getitems__", None)
+                items = many(chosen) if many else [dataset[i] for i in chosen]
         with calling(f"collate_fn on the samples {chosen}", whose="the loader"):
             return collate(items)

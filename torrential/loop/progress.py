@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -20,6 +21,7 @@ class LoopProgress(TrainingProgress):
     ended = False  # whether the script has come to its end
     current_rate: Callable[[], float]  # the script's, as it is now
 
+    _leaves = False  # whether this is the end of its part
     _kept = 0  # the last step with a snapshot
     _due: tuple[Saving, int] | None = None
 
@@ -49,6 +51,14 @@ class LoopProgress(TrainingProgress):
         if not self.ended and self.step and self.recorder.newest < self.step:
             self._record()
         self.ended = True
+
+    def end_served(self) -> None:
+        self._leaves = True
+        super().end_served()
+
+    def _record_served(self) -> None:
+        if self._leaves or not math.isnan(self.loss):  # else the script still adds gradients up for its first step
+            super()._record_served()
 
     def stepped(self, samples: int, loss: float) -> None:
         super().stepped(samples, loss if samples else self.loss)

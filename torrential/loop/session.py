@@ -284,7 +284,7 @@ class WorkerRun(ScriptRun):
             number = len(self.optimizers) - 1
             replace_step(thing, lambda: self._step(number))
         if isinstance(thing, DataLoader):
-            self._dealt = dealt = DealtLoader(thing, self.workers, self._config.samples)
+            self._dealt = dealt = DealtLoader(thing, self.workers, self._config.samples, self._config.seed)
             dealt.begin, dealt.ask, dealt.place = self._begin_pass, self._next, self._passes_done
             dealt.trained = lambda: self.losses.calls + self._steps
             dealt.evaluates, dealt.part = self._evaluates, self._part
@@ -304,6 +304,7 @@ class WorkerRun(ScriptRun):
         load_first_values(join_models(self.models), self._blueprint.tensors)
         self.losses.listen()
         self.context = self._start(self)
+        self.context.data.stopping = self._stopped
         self._play(self.context)
 
     # -- what the script does -------------------------------------------------------------------------------------
@@ -330,8 +331,10 @@ class WorkerRun(ScriptRun):
 
     def _step(self, optimizer: int) -> None:
         self._steps += 1
-        self._news = True
+        news, self._news = self._news, True
         self.turns.ask(TakeStep(optimizer))
+        if self.context is not None and self.context.data.dropped:
+            self._news = news
 
     def _evaluates(self) -> bool:
         """Whether the script iterates over the loader to evaluate: without gradients; or, when the run has no batches
@@ -374,8 +377,8 @@ class WorkerRun(ScriptRun):
         context = self.context
         if context is None:
             return False
-        if context.servers is not None and context.comm.stop_requested():
-            return True  # members of a group stop when all have voted on it
+        if self._stopped or (context.servers is not None and context.comm.stop_requested()):
+            return True  # other members of a group stop when all have voted on it
         return context.progress.finished()
 
     def _report(self, value: float, loss: float | None) -> None:
@@ -394,6 +397,9 @@ class WorkerRun(ScriptRun):
             self._note(self.context.evaluation(value, loss, epochs), number)
 
     def stop(self) -> None:
+        super().stop()
+        if self.context is not None:
+            self.context.data.stopping = True
         self._have_all_stop()
 
     def _number_of_report(self, newest: Pass | None) -> int:
@@ -426,7 +432,7 @@ class WorkerRun(ScriptRun):
         if self.context is None:
             raise BadInput("the script has ended without a batch; iterate over the prepared loader")
         given = self._dealt is not None and self._dealt.newest is not None and self._dealt.newest.handed > 0
-        if given and not self._steps and not self.context.comm.stop_requested():
+        if given and not self._steps and not (self._stopped or self.context.comm.stop_requested()):
             raise RunFailed(NO_STEP)
         after = None if self._dealt is None else self._dealt.after_newest()
         self.turns.ask(AtEnd(after.epoch if after is not None and after.broken else 0))

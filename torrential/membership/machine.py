@@ -310,9 +310,10 @@ class Membership:
         role = member.role
         self._roll.remove(member)
         if self._roll.population[role].death == "fail":
-            self._roll.note(f"{role}_lost", member.worker, "" if role == "worker" else member.name)
+            ending = in_words(how)
+            self._roll.note(f"{role}_lost", member.worker, ending if role == "worker" else f"{member.name} {ending}")
             raise RunFailed(
-                f"{member.name} is gone ({in_words(how)}), and nobody can take its place; {self._rules.going_on()}"
+                f"{member.name} is gone ({ending}), and nobody can take its place; {self._rules.going_on()}"
             )
         if role == "worker":
             self._worker_died(member, how)
@@ -324,7 +325,7 @@ class Membership:
     def _worker_died(self, member: Member, how: How) -> None:
         roll, begun = self._roll, self.generation > 0
         roll.show(member, "lost")
-        roll.note("worker_lost", member.number)
+        roll.note("worker_lost", member.number, in_words(how))
         self._observing.gone(member)
         self._collectives.relieved(member)
         if not roll.workers and (begun or not roll.is_starting("worker")) and not self._comes_back(member):

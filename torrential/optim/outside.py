@@ -22,10 +22,11 @@ class Outside:
         self._begun = dict(values_outside(optimizer))
 
     def changed(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """Where `optimizer` keeps a tensor, or another number than this one has seen; None if nowhere."""
+        """A tensor that `optimizer` keeps beside its state, or another number than this one has seen there, and where
+        that is; None if there is none."""
         for where, value in values_outside(optimizer):
             if torch.is_tensor(value) or self._begun.get(where) != value:
-                return where
+                return f"{where} {'for no parameter' if where.startswith('state[') else 'outside of its state'}"
         return None
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -33,8 +34,8 @@ class Outside:
         where = self.changed(optimizer)
         if where is not None:
             raise RunFailed(
-                f"{type(optimizer).__name__} keeps {where} outside of its state, and has changed it, so no checkpoint "
-                "and no replica would be right; keep it in self.state[parameter]"
+                f"{type(optimizer).__name__} keeps {where}, and has changed it, so no checkpoint and no replica "
+                "would be right; keep it in self.state[parameter]"
             )
 
 

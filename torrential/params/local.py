@@ -46,7 +46,7 @@ class LocalParameters:
         ordered = in_order(layout)
         self._optimizer = spec.build([parameters[e.index] for e in ordered], device.type, [e.name for e in ordered])
         self._rates = Rates(self._optimizer, spec)
-        watched = self._form is not None and self._form.outside is None
+        watched = self._form is not None and self._form.unsaved is None
         self._outside = Outside(self._optimizer) if watched else None
         begin_momentum(spec, self._optimizer)
 

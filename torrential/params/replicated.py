@@ -55,7 +55,7 @@ class ReplicatedParameters:
         )
         self._rates = Rates(self._optimizer, spec)
         self._form = None if is_elementwise(spec) else form_of(spec, layout, computing_device(device))
-        self._outside = None if self._form is None or self._form.outside is not None else Outside(self._optimizer)
+        self._outside = None if self._form is None or self._form.unsaved is not None else Outside(self._optimizer)
         begin_momentum(spec, self._optimizer)
         self._staged = reduce_device.type != device.type  # gradients travel to the host and back
         self._summed: dict[torch.dtype, Tensor] = {}
@@ -148,10 +148,10 @@ class ReplicatedParameters:
 
     def load(self, flat: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> None:
         form = self._form
-        if form is not None and form.outside is not None and any(self.counts):
+        if form is not None and form.unsaved is not None and any(self.counts):
             raise RunFailed(
-                f"{self.spec.kind.__name__} keeps {form.outside} outside of its state, which no checkpoint holds, so "
-                "nobody can go on from where it was; keep it in self.state[parameter], or start another run"
+                f"{self.spec.kind.__name__} keeps {form.unsaved}, which no checkpoint holds, so nobody can go on from "
+                "where it was; keep tensors and numbers in self.state[parameter], or start another run"
             )
         by_name = {e.name: p for e, p in zip(self.layout.entries, self._parameters, strict=True)}
         for name, vector in flat.items():

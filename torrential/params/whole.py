@@ -71,7 +71,7 @@ class OptimizerTraits:
     others: str | None  # what servers cannot keep of its state, in words; None: nothing
     separable: bool  # whether the steps of a tensor depended on that tensor alone, in the trial
     per_parameter: bool  # whether its class is known to be so in every step, or says so
-    outside: str | None  # what its steps may depend on besides its state; None: nothing
+    unsaved: str | None  # what its steps may depend on that no checkpoint holds, and where it is; None: nothing
     obeys: bool  # whether it notices that the rate of a group has changed
     draws: bool  # whether it draws random numbers
 
@@ -201,19 +201,26 @@ def _try(spec: OptimizerSpec, entries: list[ParameterEntry], device_type: str) -
         others=_others(together) or _fixed(together, _Trial(spec, entries, device_type, most=_MOST + 1).run()),
         separable=_separable(spec, entries, device_type),
         per_parameter=_is_per_parameter(spec.kind),
-        outside=_outside(spec, entries, device_type, together),
+        unsaved=_unsaved(spec, entries, device_type, together),
         obeys=not slowed.equals(together),
         draws=draws,
     )
 
 
-def _outside(spec: OptimizerSpec, entries: list[ParameterEntry], device_type: str, together: _Trial) -> str | None:
-    """What its steps may depend on besides its state: a tensor that it keeps elsewhere, a number that changes there, or
-    something not to be seen but by what it does."""
+def _unsaved(spec: OptimizerSpec, entries: list[ParameterEntry], device_type: str, together: _Trial) -> str | None:
+    """What its steps may depend on besides tensors and numbers of its state: a tensor that it keeps elsewhere, a number
+    that changes there, an object in its state, or something not to be seen but by what it does."""
     first = _Trial(spec, entries, device_type)
     changed = Outside(first.optimizer).changed(together.optimizer)
     if changed is not None:
         return changed
+    odd = (
+        f"a {type(v).__name__} in its state ({k!r})"
+        for _, _, s in together.states()
+        for k, v in s.items()
+        if not kept(v)
+    )
+    unknown = next(odd, "something outside of its state")
     for number in range(1, _STEPS):
         first.step(number)
     after = _Trial(spec, entries, device_type)
@@ -223,8 +230,8 @@ def _outside(spec: OptimizerSpec, entries: list[ParameterEntry], device_type: st
     try:
         after.step(_STEPS)
     except Exception:
-        return "something"  # that it cannot do without
-    return None if after.equals(together) else "something"
+        return unknown  # it cannot do without
+    return None if after.equals(together) else unknown
 
 
 def _separable(spec: OptimizerSpec, entries: list[ParameterEntry], device_type: str) -> bool:

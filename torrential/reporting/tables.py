@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torrential.progress import byte_count, metric_value, number
+from torrential.progress import byte_count, final_metric, metric_value, number
 from torrential.reporting.marks import outcome, samples_per_second
 from torrential.reporting.series import StepColumns, metric_curve
 from torrential.study import show
@@ -58,15 +58,24 @@ def trials(study: Study, works: dict[int, StepColumns]) -> Table:
     return Table(columns, [[row[name] for name in columns] for row in rows], words=2)
 
 
+def _last_values(study: Study, run: Run) -> dict[str, str]:
+    """The last values of the metric: of a task on test and validation data, of a script what it has reported."""
+    _, values = metric_curve(run, "time")
+    newest = _metric(study, values[-1]) if len(values) else ""
+    if study.own_loop:
+        return {final_metric(study.metric, reported=True): newest}
+    final = None if run.summary is None else run.summary.value
+    on_test = "" if final is None else _metric(study, final)
+    return {final_metric(study.metric, reported=False): on_test, f"validation {study.metric}": newest}
+
+
 def _trial(study: Study, run: Run, work: StepColumns) -> dict[str, str]:
     summary, updates = run.summary, work.updates
     speed, total = samples_per_second(run), updates.staleness.total()
     mean = sum(value * times for value, times in updates.staleness.items()) / total if total else None
-    _, values = metric_curve(run, "time")
     return {
         "time to target": outcome(run) if study.target is not None else "",
-        f"test {study.metric}": "" if summary is None or summary.value is None else _metric(study, summary.value),
-        f"validation {study.metric}": _metric(study, values[-1]) if len(values) else "",
+        **_last_values(study, run),
         "steps": f"{summary.steps:,}" if summary else "",
         "samples": f"{summary.samples:,}" if summary else "",
         "seconds": number(work.seconds),

@@ -124,8 +124,8 @@ def _form(layout: Layout, spec: OptimizerSpec) -> OptimizerTraits | None:
     why = form.others
     if form.draws:
         why = "it draws random numbers, which replicas would draw otherwise"
-    elif form.outside is not None:
-        why = f"it keeps {form.outside} outside of its state, which replicas and checkpoints do not get"
+    elif form.unsaved is not None:
+        why = f"it keeps {form.unsaved}, which replicas and checkpoints do not get"
     if why is not None:
         raise BadInput(
             f"{spec.kind.__name__} cannot be run on a parameter server: {why}; use another optimizer, or --strategy "

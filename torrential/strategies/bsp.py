@@ -6,7 +6,8 @@
 
 Servers hold a clock's pushes until every worker's is there, sum them in the order of ranks, take one step and answer.
 (Li et al. 2014 with tau = 0; Valiant 1990.) The same numbers as `allreduce`, random ones included: joined batches are
-cut alike, and a batch's place in the epoch seeds what is drawn for it.
+cut alike, and a batch's place in the epoch seeds what is drawn for it. In half precision (float16, bfloat16) the two
+round gradients at other moments, and differ by roundings.
 """
 
 from __future__ import annotations

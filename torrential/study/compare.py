@@ -51,6 +51,8 @@ def compare(
     cluster: AnyCluster | Sequence[AnyCluster] | None = None,
     tune: Mapping[str, Sequence[Any]] | None = None,
     tune_trials: int = 1,
+    args: Sequence[str] = (),
+    minimize: bool = False,
     out: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     **options: Any,
@@ -61,6 +63,9 @@ def compare(
     `--strategies`: "ssp:staleness=3+lr=0.05", "mine.py:Mine". `trials` is a number, or "auto" for as many as it takes.
     Each entry is run with each of `workers` and on each `cluster`. `tune` has values that every entry tries first:
     `tune={"lr": [0.01, 0.1]}`. `options` are for all entries, as after `--set`.
+
+    `task` may be the path of a script with a loop of its own, as for `tt.launch`; `args` are its arguments, and
+    `minimize` says that a smaller value of what it reports is better.
 
     Called again with the same arguments and the same `out`, a study goes on where it was stopped.
     """
@@ -92,6 +97,8 @@ def compare(
         set=options,
         tune={name: [str(value) for value in values] for name, values in (tune or {}).items()},
         tune_trials=tune_trials,
+        minimize=minimize,
+        args=list(args),
     )
     console = Terminal(quiet=True) if progress is False else standard_error()
     try:

@@ -57,11 +57,14 @@ def make_question(
     if loop is not None:
         task = task_of(loop, not asked.minimize, lambda batch: batch)
     elif asked.args:
-        raise BadInput(f"arguments after -- are for scripts that call tt.join(), and {asked.task} is a task; drop them")
+        raise BadInput(
+            f"arguments (after --, or args=) are for scripts that call tt.join(), and {asked.task} is a task; drop them"
+        )
     task = load_task(asked.task) if task is None else task
     asked = msgspec.structs.replace(asked, target=task.target if asked.target is None else asked.target)
     if asked.target is None:
-        raise BadInput(f"the task {task.name} has no target of its own; give one with --target")
+        what = "task" if loop is None else "script"
+        raise BadInput(f"the {what} {task.name} has no target of its own; give one with --target")
     specs = make_specs(asked)
     _check_auto(asked, len(specs))
     subject = Subject(task, source, _load_strategies(specs, strategies or {}), loop)

@@ -32,7 +32,8 @@ ReadRun = Callable[[Path], Run]
 def read_study(directory: Path, task: str | None = None, read: ReadRun | None = None) -> Study:
     """Read the runs of a directory, each with `read`, which is read_run by default.
 
-    `task` chooses among runs of several tasks, which cannot be compared; those with the most runs by default."""
+    `task` chooses among runs of several tasks, which cannot be compared: by default those with the most finished runs.
+    """
     read = read or read_run
     if not directory.is_dir():
         raise BadInput(f"there is no directory {directory}; name a study, a directory of runs, or a run")
@@ -200,15 +201,18 @@ def _plain(directory: Path, inside: Sequence[Path], problems: list[str], task: s
         command=[],
         problems=problems,
         maximize=_maximize(runs),
+        own_loop=any(run.config.get("script") is not None for run in runs),
     )
 
 
 def _of_one_task(directory: Path, runs: list[Run], problems: list[str], asked: str | None) -> tuple[str, list[Run]]:
-    """The task that is shown, and its runs: that was asked for, or has the most; `problems` names the others."""
+    """The task that is shown, and its runs: that was asked for, or has the most, first of runs that have come to their
+    end; `problems` names the others."""
     counts = Counter(run.config["task"] for run in runs)
+    finished = Counter(run.config["task"] for run in runs if run.finished)
     if asked is not None and asked not in counts:
         raise UnknownName(f"task in {directory}", asked, counts)
-    (first, count), *others = counts.most_common()
+    (first, count), *others = sorted(counts.most_common(), key=lambda each: finished[each[0]], reverse=True)
     if asked is None and others:
         rest = _few([f"{other} ({number})" for other, number in others])
         problems.append(
@@ -225,7 +229,7 @@ def _group(runs: Sequence[Run], problems: list[str]) -> list[Entry]:
     rates = {run.config["strategy"]: set[float]() for run in runs}  # a strategy may have one of its own
     for run in runs:
         rates[run.config["strategy"]].add(run.config["lr"])
-    several_workers = len({run.config["workers"] for run in runs}) > 1
+    several_workers, several_worlds = (len({run.config[name] for run in runs}) > 1 for name in ("workers", "world"))
     groups: dict[str, Entry] = {}
     for run in runs:
         config = run.config
@@ -235,12 +239,13 @@ def _group(runs: Sequence[Run], problems: list[str]) -> list[Entry]:
         where = (config["strategy"], options, config["workers"], config["servers"], config["world"], cluster)
         more = (":" if options else "") + "+".join(f"{option}={value}" for option, value in options.items())
         more += f" · {config['workers']} workers" if several_workers else ""
-        more += f" · {cluster}" if cluster else ""
+        more += f" · {cluster}" if cluster else " · simulated" if several_worlds and config["world"] == "sim" else ""
         key = f"{more} {where}"
         if key not in groups:
             label, servers = label_of(config["strategy"]), f" · {config['servers']} servers"
             taken = [entry.name for entry in groups.values()]
-            names = (label + more, label + more + servers, config["strategy"] + more + servers)
+            with_servers = [label + more + servers] if config["servers"] else []
+            names = (label + more, *with_servers, config["strategy"] + more, config["strategy"] + more + servers)
             groups[key] = Entry(next(name for name in names if name not in taken or name is names[-1]), *where)
         groups[key].runs.append(run)
     return list(groups.values())

@@ -16,7 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torrential.progress import byte_count, metric_value, number
+from torrential.progress import byte_count, final_metric, metric_value, number
 from torrential.records import replace_file
 from torrential.study import tuning
 from torrential.study.results import Entry, Run, Study, unit_of_time
@@ -62,7 +62,7 @@ def _drawn(title: str, shown: list[str], rows: list[dict[str, str]]) -> Table:
     """Only names of entries are ever folded."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=Text(title), title_style="italic")
     for name in shown:
-        head = Text(name.replace(", ", ",\n").replace("test ", "test\n"))
+        head = Text(name.replace(", ", ",\n").replace("test ", "test\n").replace("reported ", "reported\n"))
         if name == "entry":
             table.add_column(head, overflow="fold", min_width=NAME)
         else:
@@ -87,7 +87,7 @@ def _unit(study: Study) -> str:
 
 def columns(study: Study) -> list[str]:
     """The columns of the table that has a line for each entry."""
-    s, value = _unit(study), f"test {study.metric}"
+    s, value = _unit(study), final_metric(study.metric, study.own_loop)
     if study.target is None:
         return ["entry", "ended", f"trained, {s}", value, "options"]
     times = ["reached", f"median, {s}", "range", f"all, {s}"]
@@ -99,7 +99,7 @@ def legend(study: Study, verdict: Verdict, left_out: Sequence[str] = ()) -> str:
     words = [f"{', '.join(sums)}: by workers until the target, medians"] if sums else []
     if study.target is None:
         words.append("trained: the median")
-    words.append(f"test {study.metric}: mean ± standard deviation")
+    words.append(f"{final_metric(study.metric, study.own_loop)}: mean ± standard deviation")
     if "options" not in left_out:
         words.append("options: that were set for the entry")
     if any(row.missed >= MISSES and math.isfinite(row.time.median) for row in verdict.rows):

@@ -347,7 +347,7 @@ def _target(study: Study) -> str:
 
 
 def _times(ratio: float) -> str:
-    return f"{ratio:.1f}x" if ratio >= 1.95 else f"{ratio:.2f}x"
+    return f"{ratio:.2f}x"  # to as many digits as its interval, of which it would seem to lie outside else
 
 
 def _ci(difference: Difference, of: str = "") -> str:

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from torrential.progress import REDRAW_SECONDS, duration, metric_value, number
+from torrential.progress import REDRAW_SECONDS, duration, final_metric, metric_value, number
 from torrential.records import Evaluation, Record, Step
 from torrential.study.plan import Trial
 from torrential.study.read import read_run
@@ -160,7 +160,8 @@ def describe(run: Run, metric: str, target: float) -> str:
         return f"missed {wanted}, diverged"
     assert run.summary is not None
     value = run.summary.value
-    test = "" if value is None else f", test {metric} {metric_value(metric, value)}"
+    name = final_metric(metric, run.summary.reported)
+    last = "" if value is None else f", {name} {metric_value(metric, value)}"
     if run.time_to_target is None:
-        return f"missed {wanted}{test}"
-    return f"{wanted} after {number(run.time_to_target)} {unit_of_time(run.summary.world)}{test}"
+        return f"missed {wanted}{last}"
+    return f"{wanted} after {number(run.time_to_target)} {unit_of_time(run.summary.world)}{last}"

@@ -42,11 +42,11 @@ def check_optimizer(
             f"{name} takes no notice of a learning rate that changes, and this run's does; leave out what changes it "
             "(schedule, warmup, scaling, recipe), or have its step use group['lr']"
         )
-    if form.outside is None:
+    if form.unsaved is None:
         return []
     return [
-        f"{name} keeps {form.outside} outside of its state, which no checkpoint holds: this run cannot be resumed, and "
-        "no worker can take another's place; keep it in self.state[parameter]"
+        f"{name} keeps {form.unsaved}, which no checkpoint holds: this run cannot be resumed, and no worker can take "
+        "another's place; keep tensors and numbers in self.state[parameter]"
     ]
 
 

@@ -37,7 +37,8 @@ _LOSS, _SAMPLES, _STOP, _FIRST = 0, 1, 2, 3  # places in a ballot; from _FIRST o
 
 
 class StepDropped(Exception):
-    """A script's own loop has come to its end in the middle of a step, or begun anew: the step is not taken."""
+    """The step is not taken: a script's own loop has come to its end in the middle of it, or begun anew, or the members
+    have voted that scripts want no further step."""
 
 
 class BetweenSteps(Protocol):
@@ -53,7 +54,8 @@ class BetweenSteps(Protocol):
         """What the script has to say of the step: always equally many numbers."""
 
     def decided(self, numbers: Tensor) -> None:
-        """The numbers (members, n) of all are in; the step is about to be concluded."""
+        """The numbers (members, n) of all are in; the step is about to be concluded. Raises StepDropped if it is not to
+        be."""
 
     def finish(self) -> None:
         """There are no more steps: the script goes on until its end."""
@@ -157,7 +159,13 @@ class Rounds:
         loss, samples, stop = (float(total) for total in votes[:, :_FIRST].sum(0))
         decision = Decision(loss / max(1.0, samples), int(samples), stop > 0, votes[:, self._first :])
         if self._between is not None:
-            self._between.decided(votes[:, _FIRST : self._first])
+            try:
+                self._between.decided(votes[:, _FIRST : self._first])
+            except StepDropped:
+                self.ballot = None
+                self._state.put_back()
+                self._snapshots.give_again()  # it may be the last one now
+                raise
         self._conclude(decision)
         self.ballot, self._votes = None, votes
         self._state.forget()
@@ -178,7 +186,8 @@ class Rounds:
         """Conclude the step if its ballot is complete, else put it back; called when every member has stopped. Where
         parameters are each member's own, it is put back when it is known that nobody has concluded it."""
         if self.ballot is not None and self.ballot.done():
-            self._take_step()
+            with contextlib.suppress(StepDropped):  # it is voted on again
+                self._take_step()
         elif not self._parameters.own:
             self._state.put_back()
         self.ballot = None

@@ -36,7 +36,11 @@ class Snapshots:
 
     def members_changed(self, generation: int) -> None:
         if generation > 1:
-            self._given = min(self._given, self._progress.step - 1)  # the one who was to give it may be gone
+            self.give_again()  # the one who was to give it may be gone
+
+    def give_again(self) -> None:
+        """The newest snapshot is given once more when it is due, as the last one, say."""
+        self._given = min(self._given, self._progress.step - 1)
 
     def give_when_due(self, alone: bool = False) -> None:
         """`alone`: nobody else has a part in it."""

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from torrential import shipping
-from torrential.errors import BY_THE_TASK, RunFailed
+from torrential.errors import BY_THE_SCRIPT, BY_THE_TASK, RunFailed
 from torrential.membership.actions import Action, Kill, Note, Show, Start, Tell
 from torrential.membership.machine import Membership
 from torrential.membership.roll import How, Rules
@@ -227,14 +227,21 @@ class _Supervision:
                 self._unheard.append(report)  # whatever else is said meanwhile has its turn afterwards
                 if isinstance(report, Ended):
                     self._statuses[report.pid] = report.status
-        return _ending(self._statuses[process.pid]) if process.pid in self._statuses else "ended"
+        return self._ending(self._statuses[process.pid]) if process.pid in self._statuses else "ended"
 
     def _ended(self, pid: int, status: int) -> None:
         """A process has ended. Connections tell of those that had said hello; here come those that never did."""
         self._statuses[pid] = status
         for process in list(self._crew.processes.values()):  # a replacement may join them
             if process.pid == pid and process.connection is None:
-                self._lost(process, _ending(status))
+                self._lost(process, self._ending(status))
+
+    def _ending(self, status: int) -> str:
+        """An exit status in words."""
+        if status < 0:
+            return f"was ended by {signal.Signals(-status).name}"
+        cause = BY_THE_TASK if self._job.loop is None else BY_THE_SCRIPT
+        return f"exited with status {status}" + ("" if status in OWN_STATUSES else f", {cause}")
 
     def _buffer(self, process: Process, message: m.BufferWanted) -> None:
         granted = self._registry.grant(message.key, message.size)
@@ -245,10 +252,3 @@ class _Supervision:
 
     def _failed(self, process: Process, message: m.Failed) -> None:
         raise failed(process.name, message.failure, self._job.directory)
-
-
-def _ending(status: int) -> str:
-    """An exit status in words."""
-    if status < 0:
-        return f"was ended by {signal.Signals(-status).name}"
-    return f"exited with status {status}" + ("" if status in OWN_STATUSES else f", {BY_THE_TASK}")

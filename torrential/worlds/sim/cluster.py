@@ -202,23 +202,38 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"{self.name} is too small (hosts: {self.hosts}; {workers} workers at {self.workers_per_host} per host "
                 f"{f'and {servers} servers apart ' if self.servers_apart else ''}need {needed}); use fewer workers"
             )
-        for what, numbers, most in (
-            ("worker", [s.worker for s in self.stragglers] + [f.worker for f in self.faults], workers),
-            ("server", [f.server for f in self.faults], servers),
-            ("coordinator", [f.coordinator for f in self.faults], coordinators),
-            ("host", [h for f in self.faults for h in (*f.hosts, f.host)], self.hosts_of(workers, servers)),
-        ):
-            for number in numbers:
-                if number is not None and number >= most:
-                    remedy = f"use --{what}s {number + 1} or more"
-                    if what == "coordinator":
-                        remedy = "use a strategy with a coordinator" if not most else "give a smaller number"
-                    if what == "host":
-                        enough = number * self.workers_per_host + 1
-                        remedy = f"use --workers {enough} or more, or fewer workers_per_host ({self.workers_per_host})"
-                    raise BadInput(
-                        f"{self.name} names {what} {number}, but there are {most} (numbered from 0); {remedy}"
-                    )
+        absent = [
+            self._absent(what, sorted({n for n in numbers if n is not None and n >= most}), most)
+            for what, numbers, most in (
+                ("worker", [s.worker for s in self.stragglers] + [f.worker for f in self.faults], workers),
+                ("server", [f.server for f in self.faults], servers),
+                ("coordinator", [f.coordinator for f in self.faults], coordinators),
+                ("host", [h for f in self.faults for h in (*f.hosts, f.host)], self.hosts_of(workers, servers)),
+            )
+        ]
+        if any(absent):
+            raise BadInput(f"{self.name} names {'; and '.join(filter(None, absent))}")
+        used = {self.host_of_worker(rank) for rank in range(workers)}
+        used |= {self.host_of_server(number, workers, servers) for number in range(servers)}
+        for fault in self.faults:
+            if fault.hosts and used <= set(fault.hosts):
+                raise BadInput(
+                    f"{self.name} has a {fault.kind} with all roles on one side of it (hosts = {list(fault.hosts)}; "
+                    f"hosts with roles: {len(used)}), so it is between nobody; name some of them only"
+                )
+
+    def _absent(self, what: str, numbers: list[int], most: int) -> str:
+        """What a cluster names that is not there, and the remedy; empty: nothing."""
+        if not numbers:
+            return ""
+        remedy = f"use --{what}s {numbers[-1] + 1} or more"
+        if what == "coordinator":
+            remedy = "use a strategy with a coordinator" if not most else "give a smaller number"
+        if what == "host":
+            enough = numbers[-1] * self.workers_per_host + 1
+            remedy = f"use --workers {enough} or more, or fewer workers_per_host ({self.workers_per_host})"
+        named = f"{what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+        return f"{named}, but there are {most} (numbered from 0); {remedy}"
 
     def hosts_of(self, workers: int, servers: int) -> int:
         return self.hosts or self._worker_hosts(workers) + (servers if self.servers_apart else 0)

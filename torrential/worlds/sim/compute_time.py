@@ -7,8 +7,10 @@ import time
 import torch
 
 from torrential.data.batches import training_batches
+from torrential.errors import TaskFailed
 from torrential.step import run_step
 from torrential.task import Task, build_model
+from torrential.usercode import calling
 
 BATCHES = 5  # that are timed; their median counts
 
@@ -20,6 +22,11 @@ def measure_seconds_per_sample(task: Task, batch_size: int, device: torch.device
     torch.set_num_threads(threads)
     try:
         times = _time_batches(task, batch_size, device)
+    except TaskFailed as error:  # in a run of processes it would have been at some step
+        told = TaskFailed(f"while compute time was measured, before step 1: {error}")
+        for note in getattr(error, "__notes__", ()):
+            told.add_note(note)
+        raise told from error
     finally:
         torch.set_num_threads(before)
     return float(f"{sorted(times)[BATCHES // 2]:.3g}")
@@ -33,7 +40,9 @@ def _time_batches(task: Task, batch_size: int, device: torch.device) -> list[flo
     for _ in range(BATCHES):
         model.zero_grad()  # as before every batch of a worker; else gradients would be added up
         began = time.perf_counter()
-        run_step(task, model, batch).loss.backward()
+        loss = run_step(task, model, batch).loss
+        with calling("backward pass", task.model):
+            loss.backward()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append((time.perf_counter() - began) / count)
