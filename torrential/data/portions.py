@@ -41,8 +41,10 @@ class Portions:
 
     def begin(self, now: float, done: Collection[int] = ()) -> None:
         """Begin a batch; `done` are portions whose results are safe already."""
-        self._waiting = [number for number in range(self.count) if number not in done]
+        self._waiting = {number for number in range(self.count) if number not in done}
+        self._queues: dict[int, list[int]] | None = None  # what waits, by who had it last; None: to be made anew
         self._out: dict[int, list[int]] = {}  # portions under way, and who computes them, the first one first
+        self._copyable: dict[int, None] = {}  # those of them that one more worker may be given, in the same order
         self._held: dict[int, int] = {}  # results that count, and who has them
         self._safe = set(done)
         self.tally = Tally(self.count)
@@ -52,28 +54,28 @@ class Portions:
     # -- workers ------------------------------------------------------------------------------------------------------
     def join(self, worker: int, now: float) -> None:
         """A worker is there, and has nothing to do."""
+        if worker not in self._workers:
+            self._queues = None
         self._workers[worker] = now
 
     def lose(self, worker: int) -> list[int]:
         """A worker died: what it was computing waits again, if nobody else computes it, and so does what it held.
         Returns what it held."""
         self._workers.pop(worker, None)
+        self._queues = None
         for number, others in list(self._out.items()):
             if worker in others:
                 others.remove(worker)
                 if not others:
                     del self._out[number]
-                    self._wait(number)
+                    self._waiting.add(number)
+        self._copyable = {number: None for number, others in self._out.items() if len(others) <= self._copies}
         held = [number for number, holder in self._held.items() if holder == worker]
         for number in held:
             del self._held[number]
-            self._wait(number)
+            self._waiting.add(number)
         self.tally.wasted += len(held)
         return held
-
-    def _wait(self, number: int) -> None:
-        self._waiting.append(number)
-        self._waiting.sort()
 
     def occupy(self, worker: int) -> None:
         """A worker has something else to do."""
@@ -109,9 +111,12 @@ class Portions:
             if number is None:
                 return None
             self.tally.copies += 1
+        others = self._out.setdefault(number, [])
+        others.append(worker)
+        if len(others) > self._copies:
+            self._copyable.pop(number, None)
         else:
-            self._waiting.remove(number)
-        self._out.setdefault(number, []).append(worker)
+            self._copyable[number] = None
         since = self._workers[worker]
         assert since is not None, f"worker {worker} is at work"
         self.tally.idle[worker] = self.tally.idle.get(worker, 0.0) + now - since
@@ -119,29 +124,33 @@ class Portions:
         return number
 
     def _next(self, worker: int) -> int | None:
-        """One that waits: the worker's own, or nobody's, or one of whoever has the most left, from the far end."""
+        """Take one that waits: the worker's own, or nobody's, or one of whoever has the most left, from the far end."""
         if not self._waiting:
             return None
-        by_home: dict[int, list[int]] = {}
-        for number in self._waiting:
-            by_home.setdefault(self._home(number), []).append(number)
-        if worker in by_home:
-            return by_home[worker][0]
-        homeless = [number for home, numbers in by_home.items() if home not in self._workers for number in numbers]
-        return min(homeless) if homeless else max(by_home.values(), key=len)[-1]
+        queues = self._queues = self._by_home() if self._queues is None else self._queues
+        if worker in queues:
+            home, place = worker, 0
+        elif homeless := [home for home in queues if home not in self._workers]:
+            home, place = min(homeless, key=lambda home: queues[home][0]), 0
+        else:
+            home, place = max(queues, key=lambda home: (len(queues[home]), -queues[home][0])), -1
+        number = queues[home].pop(place)
+        if not queues[home]:
+            del queues[home]
+        self._waiting.remove(number)
+        return number
 
-    def _home(self, number: int) -> int:
-        if number in self._homes:
-            return self._homes[number]
-        workers = sorted(self._workers)
-        return workers[number * len(workers) // self.count]  # neighbours at first
+    def _by_home(self) -> dict[int, list[int]]:
+        """What waits, by the worker that had it last; what nobody has had yet goes to neighbours."""
+        workers, queues = sorted(self._workers), dict[int, list[int]]()
+        for number in sorted(self._waiting):
+            home = self._homes.get(number, workers[number * len(workers) // self.count])
+            queues.setdefault(home, []).append(number)
+        return queues
 
     def _copy(self, worker: int) -> int | None:
         """The portion that has been out for longest, unless enough are at work on it, or this one is."""
-        for number, others in self._out.items():
-            if worker not in others and len(others) <= self._copies:
-                return number
-        return None
+        return next((number for number in self._copyable if worker not in self._out[number]), None)
 
     def finished(self, worker: int, number: int, now: float) -> bool:
         """A worker has computed a portion and is idle; whether its result counts."""
@@ -149,6 +158,7 @@ class Portions:
         first = worker in self._out.get(number, ())
         if first:
             del self._out[number]
+            self._copyable.pop(number, None)
             self._held[number] = worker
             self._homes[number] = worker
         else:
@@ -164,6 +174,7 @@ class Portions:
         for number in numbers:
             if number in self._waiting:
                 self._waiting.remove(number)
+                self._queues = None
             self._held[number] = worker
 
     def waits(self, number: int) -> bool:
