@@ -91,6 +91,11 @@ class Portions:
         return not self._waiting
 
     @property
+    def available(self) -> bool:
+        """Whether somebody may be given a portion, or a copy of one."""
+        return bool(self._waiting or self._copyable)
+
+    @property
     def scarce(self) -> bool:
         """Whether fewer portions wait than there are workers: what a worker holds back now, all may wait for."""
         return len(self._waiting) < len(self._workers)
@@ -101,6 +106,12 @@ class Portions:
         return sorted(
             (w for w, since in self._workers.items() if since is not None), key=lambda w: self._workers[w] or 0
         )
+
+    @property
+    def idle_holders(self) -> list[int]:
+        """Those of them that have results in their hands."""
+        holders = set(self._held.values())
+        return [worker for worker in self.idle if worker in holders] if holders else []
 
     # -- portions -----------------------------------------------------------------------------------------------------
     def give(self, worker: int, now: float) -> int | None:
