@@ -42,8 +42,10 @@ class Portions:
 
     def begin(self, now: float, done: Collection[int] = ()) -> None:
         """Begin a batch; `done` are portions whose results are safe already."""
-        self._waiting = [number for number in range(self.count) if number not in done]
+        self._waiting = {number for number in range(self.count) if number not in done}
+        self._queues: dict[int, list[int]] | None = None  # what waits, by who had it last; None: to be made anew
         self._out: dict[int, list[int]] = {}  # portions under way, and who computes them, the first one first
+        self._copyable: dict[int, None] = {}  # those of them that one more worker may be given, in the same order
         self._held: dict[int, int] = {}  # results that count, and who has them
         self._safe = set(done)
         self.tally = Tally(self.count)
@@ -53,6 +55,8 @@ class Portions:
     # -- workers ------------------------------------------------------------------------------------------------------
     def join(self, worker: int, now: float) -> None:
         """A worker is there, and has nothing to do."""
+        if worker not in self._workers:
+            self._queues = None
         self._workers[worker], self._given[worker] = now, set()
 
     def lose(self, worker: int) -> list[int]:
@@ -60,22 +64,20 @@ class Portions:
         Returns what it held."""
         self._workers.pop(worker, None)
         self._given.pop(worker, None)
+        self._queues = None
         for number, others in list(self._out.items()):
             if worker in others:
                 others.remove(worker)
                 if not others:
                     del self._out[number]
-                    self._wait(number)
+                    self._waiting.add(number)
+        self._copyable = {number: None for number, others in self._out.items() if len(others) <= self._copies}
         held = [number for number, holder in self._held.items() if holder == worker]
         for number in held:
             del self._held[number]
-            self._wait(number)
+            self._waiting.add(number)
         self.tally.wasted += len(held)
         return held
-
-    def _wait(self, number: int) -> None:
-        self._waiting.append(number)
-        self._waiting.sort()
 
     def occupy(self, worker: int) -> None:
         """A worker has something else to do."""
@@ -91,6 +93,11 @@ class Portions:
         return not self._waiting
 
     @property
+    def available(self) -> bool:
+        """Whether somebody may be given a portion, or a copy of one."""
+        return bool(self._waiting or self._copyable)
+
+    @property
     def scarce(self) -> bool:
         """Whether fewer portions wait than there are workers: what a worker holds back now, all may wait for."""
         return len(self._waiting) < len(self._workers)
@@ -102,6 +109,12 @@ class Portions:
             (w for w, since in self._workers.items() if since is not None), key=lambda w: self._workers[w] or 0
         )
 
+    @property
+    def idle_holders(self) -> list[int]:
+        """Those of them that have results in their hands."""
+        holders = set(self._held.values())
+        return [worker for worker in self.idle if worker in holders] if holders else []
+
     # -- portions -----------------------------------------------------------------------------------------------------
     def give(self, worker: int, now: float) -> int | None:
         """The next portion for an idle worker, or None. It is at work from now on."""
@@ -111,8 +124,6 @@ class Portions:
             if number is None:
                 return None
             self.tally.copies += 1
-        else:
-            self._waiting.remove(number)
         self._hand(worker, number)
         since = self._workers[worker]
         assert since is not None, f"worker {worker} is at work"
@@ -121,42 +132,53 @@ class Portions:
         return number
 
     def _hand(self, worker: int, number: int) -> None:
-        self._out.setdefault(number, []).append(worker)
+        others = self._out.setdefault(number, [])
+        others.append(worker)
         self._given[worker].add(number)
+        if len(others) > self._copies:
+            self._copyable.pop(number, None)
+        else:
+            self._copyable[number] = None
 
     def give_more(self, worker: int, most: int) -> list[int]:
         """So many portions more for a worker that was given one, at most a quarter of those that wait for it."""
-        own = [number for number in self._waiting if self._home(number) == worker]
-        more = own[: min(most, len(own) // 4)]
+        own = (self._queues or {}).get(worker, [])
+        more = [self._take(worker, 0) for _ in range(min(most, len(own) // 4))]
         for number in more:
-            self._waiting.remove(number)
             self._hand(worker, number)
         return more
 
     def _next(self, worker: int) -> int | None:
-        """One that waits: the worker's own, or nobody's, or one of whoever has the most left, from the far end."""
+        """Take one that waits: the worker's own, or nobody's, or one of whoever has the most left, from the far end."""
         if not self._waiting:
             return None
-        by_home: dict[int, list[int]] = {}
-        for number in self._waiting:
-            by_home.setdefault(self._home(number), []).append(number)
-        if worker in by_home:
-            return by_home[worker][0]
-        homeless = [number for home, numbers in by_home.items() if home not in self._workers for number in numbers]
-        return min(homeless) if homeless else max(by_home.values(), key=len)[-1]
+        queues = self._queues = self._by_home() if self._queues is None else self._queues
+        if worker in queues:
+            return self._take(worker, 0)
+        if homeless := [home for home in queues if home not in self._workers]:
+            return self._take(min(homeless, key=lambda home: queues[home][0]), 0)
+        return self._take(max(queues, key=lambda home: (len(queues[home]), -queues[home][0])), -1)
 
-    def _home(self, number: int) -> int:
-        if number in self._homes:
-            return self._homes[number]
-        workers = sorted(self._workers)
-        return workers[number * len(workers) // self.count]  # neighbours at first
+    def _take(self, home: int, place: int) -> int:
+        """Take one out of a queue."""
+        assert self._queues is not None
+        number = self._queues[home].pop(place)
+        if not self._queues[home]:
+            del self._queues[home]
+        self._waiting.remove(number)
+        return number
+
+    def _by_home(self) -> dict[int, list[int]]:
+        """What waits, by the worker that had it last; what nobody has had yet goes to neighbours."""
+        workers, queues = sorted(self._workers), dict[int, list[int]]()
+        for number in sorted(self._waiting):
+            home = self._homes.get(number, workers[number * len(workers) // self.count])
+            queues.setdefault(home, []).append(number)
+        return queues
 
     def _copy(self, worker: int) -> int | None:
         """The portion that has been out for longest, unless enough are at work on it, or this one is."""
-        for number, others in self._out.items():
-            if worker not in others and len(others) <= self._copies:
-                return number
-        return None
+        return next((number for number in self._copyable if worker not in self._out[number]), None)
 
     def finished(self, worker: int, number: int, now: float) -> bool:
         """A worker has computed a portion, and is idle if it has no other; whether its result counts."""
@@ -164,6 +186,7 @@ class Portions:
         first = worker in self._out.get(number, ())
         if first:
             del self._out[number]
+            self._copyable.pop(number, None)
             self._held[number] = worker
             self._homes[number] = worker
         else:
@@ -185,6 +208,7 @@ class Portions:
         for number in numbers:
             if number in self._waiting:
                 self._waiting.remove(number)
+                self._queues = None
             self._held[number] = worker
 
     def waits(self, number: int) -> bool:

@@ -366,7 +366,8 @@ class PortionedBatches:
         """Give every idle worker something to do, if there is something."""
         if not self._gathered():
             return
-        for worker in self._portions.idle:
+        more = self._portions.available or bool(self._again)
+        for worker in self._portions.idle if more else self._portions.idle_holders:
             held = [n for n in self._portions.held(worker) if worker not in self._pushes]
             if worker in self._pushes and self._pushes[worker].replaces:
                 continue
