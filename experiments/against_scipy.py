@@ -173,7 +173,10 @@ def lines(found: dict[str, Any]) -> list[str]:
     if "a9a" in found:
         plain = found["a9a"]["float32"]
         gap = min(value for _, value in plain["sandblaster"]) / found["a9a"]["optimum"] - 1
-        told += ["", f"a9a in float32: {plain['ended']}; after {plain['sandblaster'][-1][0]} evaluations, {gap:.1e} off"]
+        told += [
+            "",
+            f"a9a in float32: {plain['ended']}; after {plain['sandblaster'][-1][0]} evaluations, {gap:.1e} off",
+        ]
     return told
 
 

@@ -106,6 +106,31 @@ def test_an_optimizer_with_state_and_groups_is_each_stages_own(tmp_path: Path) -
     assert difference(result.model, reference.model) < TOLERANCE
 
 
+class Half(nn.Module):
+    """A layer with a parameter that is never used, and one that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.frozen = nn.Parameter(torch.ones(12), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x) * self.frozen
+
+
+def test_parameters_without_a_gradient_stay_as_they_are(tmp_path: Path) -> None:
+    given = task(lambda: nn.Sequential(Half(), nn.ReLU(inplace=True), Half(), nn.ReLU(inplace=True)).double())
+    for cuts in ("1", "2", "3"):
+        result = train(tmp_path / cuts, given, 2, cuts=cuts)
+        reference = train(tmp_path / f"plain{cuts}", given, 1, "allreduce")
+        assert difference(result.model, reference.model) < TOLERANCE
+
+
+def test_batches_that_loaders_read_are_the_same(plain: nn.Module, tmp_path: Path) -> None:
+    result = train(tmp_path / "run", task(train=list(DATA)), 3, world="local", loaders=1)
+    assert difference(result.model, plain) < TOLERANCE
+
+
 class Shared(nn.Module):
     """A layer that passes two tensors on, one of which jumps over the next layer."""
 

@@ -157,6 +157,8 @@ class _PipelineWorker:
 
     def __init__(self, strategy: Pipeline, ctx: Context) -> None:
         self._strategy, self._ctx, self._rank = strategy, ctx, ctx.comm.rank
+        if any(parameter.device.type != "cpu" for parameter in ctx.replica.model.parameters()):
+            raise RunFailed("pipeline computes on CPUs only; give --device cpu")
         self._parameters = ctx.replica.local(own=True)
         self._parameters.clip_norm = None  # which is for the norm of all
         self._kept = [StageParameters(strategy, ctx, stage) for stage in strategy.kept(ctx.comm.rank)]
@@ -233,10 +235,11 @@ class _PipelineWorker:
         parameters = {name: p for stage in self._kept for name, p in stage.parameters.items()}
         for name, ranks in self._shared.items():
             parameter = parameters[name]
-            buffer = comm.buffer(f"shared/{name}", parameter.numel(), parameter.dtype)
-            buffer.zero_() if parameter.grad is None else buffer.copy_(parameter.grad.flatten())
+            buffer = comm.buffer(f"shared/{name}", parameter.numel() + 1, parameter.dtype)
+            buffer[:-1] = 0.0 if parameter.grad is None else parameter.grad.flatten()
+            buffer[-1] = 0.0 if parameter.grad is None else 1.0
             comm.group(ranks).all_reduce(buffer).wait()
-            parameter.grad = buffer.view_as(parameter).clone()
+            parameter.grad = buffer[:-1].view_as(parameter).clone() if buffer[-1] else None
         mine = self._crews[self._rank // strategy.stages]
         sent: list[Handle] = []
         for stage in sorted(self._kept, key=lambda kept: kept.stage):
@@ -273,21 +276,23 @@ class StageParameters:
         self._buffers = [buffer for module in modules for buffer in module.buffers()]
         sizes = [p.numel() for p in self.parameters.values()]
         kind = next((p.dtype for p in self.parameters.values()), torch.float32)
-        self.gradient = ctx.comm.buffer(f"gradient of stage {stage}", max(1, sum(sizes)), kind)
+        self.gradient = ctx.comm.buffer(f"gradient of stage {stage}", max(1, sum(sizes) + len(sizes)), kind)
         self._views = [
             piece.view_as(p)
             for piece, p in zip(self.gradient[: sum(sizes)].split(sizes), self.parameters.values(), strict=True)
         ]
+        self._reached = self.gradient[sum(sizes) : sum(sizes) + len(sizes)]  # by parameter: whether there is one
 
     def collect(self) -> None:
-        """Write what autograd has left into one vector; nothing is zero."""
-        for view, parameter in zip(self._views, self.parameters.values(), strict=True):
+        """Write what autograd has left into one vector."""
+        for place, (view, parameter) in enumerate(zip(self._views, self.parameters.values(), strict=True)):
             view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+            self._reached[place] = 0.0 if parameter.grad is None else 1.0
 
     def spread(self) -> None:
-        """Make the vector the gradients of the parameters."""
-        for view, parameter in zip(self._views, self.parameters.values(), strict=True):
-            parameter.grad = view
+        """Make the vector the gradients of the parameters, of those that the loss depends on."""
+        for view, parameter, reached in zip(self._views, self.parameters.values(), self._reached.tolist(), strict=True):
+            parameter.grad = view if reached else None
 
     def send(self, to: int) -> list[Handle]:
         return [self._comm.send(tensor, to, f"copy {self.stage}") for tensor in (self.gradient, *self._buffers)]
@@ -386,6 +391,8 @@ class StagePasses:
     def _computed(self, number: int, chunk: int) -> Any:
         """What a chunk makes of a microbatch; of the last layer's output the loss."""
         value = self._inputs[number, chunk]
+        if not leaves_alone(self._modules[chunk][0]):
+            value = mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
         share = FORWARD * self._shares[chunk] / len(self._modules[chunk])
         for (stage, piece), module in zip(self._parts[chunk], self._modules[chunk], strict=True):
             part = piece * self._strategy.stages + stage
@@ -418,6 +425,12 @@ class StagePasses:
 
 def _number_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def leaves_alone(module: nn.Module) -> bool:
+    """Whether a module is known not to change its input in place, which autograd refuses where it is the first."""
+    first = next(each for each in module.modules() if not any(each.children()))
+    return isinstance(first, nn.Linear | nn.modules.conv._ConvNd | nn.Embedding | nn.LayerNorm)
 
 
 def _pieces(batch: Batch, count: int) -> list[Batch]:
