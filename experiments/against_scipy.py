@@ -69,7 +69,8 @@ def logistic(rows: Tensor, labels: Tensor) -> tt.Task:
 
 
 def perceptron() -> tt.Task:
-    images, labels = digits_mlp().train.tensors
+    given: Any = digits_mlp().train
+    images, labels = given.tensors
     data = TensorDataset((images.double().flatten(1) - 0.305) / 0.376, labels)
     return task_of(lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)).double(), data)
 
@@ -87,7 +88,8 @@ def scipys(task: tt.Task, history: int, seed: int, most: int) -> Curve:
     """The decay is that of all parameters, half of its product with their squares."""
     torch.manual_seed(seed)
     model = task.model()
-    inputs, targets = task.train.tensors  # type: ignore[union-attr]
+    data: Any = task.train
+    inputs, targets = data.tensors
     parameters, values = list(model.parameters()), list[float]()
 
     def objective(flat: Array) -> tuple[float, Array]:
