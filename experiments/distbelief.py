@@ -182,7 +182,9 @@ def draw(path: Path, runs: list[dict[str, Any]]) -> None:
     longer, shorter = (next((r for r in runs if r["way"] == f"Sandblaster [{n}]"), None) for n in (200, 2000))
     if longer is not None and shorter is not None:
         times, values = continued(shorter, longer)
-        axes.plot(times, [100 * value for value in values], f"C{len(WAYS) - 1}:", label="its steps go on as those of [200]")
+        axes.plot(
+            times, [100 * value for value in values], f"C{len(WAYS) - 1}:", label="its steps go on as those of [200]"
+        )
     axes.set(xscale="log", xlabel="virtual seconds", ylabel="validation accuracy (%)", ylim=(10, 90))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
