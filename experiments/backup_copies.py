@@ -87,7 +87,7 @@ def ideal(slow: bool) -> float:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     told = [
-        "| world | slow | way | median batch, s | of the ideal | of the ideal with nobody slow | copies for each batch |",
+        "| world | slow | way | median batch, s | of the ideal | of the ideal, nobody slow | copies for each batch |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
     for row in rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from torrential.resolve import RunRequest, resolve
 from torrential.server import vectors
 from torrential.server.messages import Save
 from torrential.study.read import read_study
+from torrential.tasks import load_task
 from torrential.worlds.sim.mail import SimMail
 
 pytestmark = pytest.mark.timeout(180)
@@ -211,6 +213,46 @@ def test_the_objective_is_that_of_scipy(tmp_path: Path) -> None:
     assert mine <= scipys.fun * (1 + 1e-2)  # the loss is not convex: they need not end in the same place
     batches = sum(isinstance(r, Work) for r in result.history)
     assert batches <= 1.5 * scipys.nfev
+
+
+def ill_scaled_rows() -> tuple[Any, TensorDataset]:
+    """A logistic regression as a9a's, whose features differ in size: convex, so that there is one optimum."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(500, 20, generator=generator, dtype=torch.float64) * torch.logspace(-0.5, 0.5, 20).double()
+    noise = torch.randn(500, generator=generator, dtype=torch.float64)
+    labels = (rows @ torch.randn(20, generator=generator).double() + 4 * noise > 0).long()
+    return lambda: nn.Linear(20, 2).double(), TensorDataset(rows, labels)
+
+
+def digits_in_float64() -> tuple[Any, TensorDataset]:
+    images, labels = load_task("digits-mlp").train.tensors
+    layers = lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)).double()  # noqa: E731
+    return layers, TensorDataset(images.flatten(1).double(), labels)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Of torch in this process: two that wait for each other on busy cores take ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("objective", "most"), [(ill_scaled_rows, 500), (digits_in_float64, 60)])
+def test_scipys_objective_is_reached_with_at_most_half_as_many_evaluations_more(
+    objective: Any, most: int, tmp_path: Path
+) -> None:
+    model, data = objective()
+    task = task_of(model, data, epochs=most * 3 // 2)
+    scipys = reference(task, DECAY, 10, gtol=1e-6, ftol=0, maxiter=most, maxfun=most)
+    once: Any = {"workers": 2, "servers": 2, "steps": None, "evaluate_every": 10**6, "threads": 1}
+    result = simulate(tmp_path / "run", task, run=once, portions=4, tolerance=1e-6)
+    flat = nn.utils.parameters_to_vector(result.model.parameters())
+    mine = (task.loss(result.model(data.tensors[0]), data.tensors[1]) + DECAY / 2 * flat @ flat).item()
+    assert mine <= scipys.fun * (1 + 1e-6)
+    assert sum(isinstance(r, Work) for r in result.history) <= 1.5 * scipys.nfev
 
 
 @pytest.mark.parametrize("world", ["local", "sim"])
