@@ -1,0 +1,198 @@
+"""Forward and backward passes of a worker's stages over the microbatches of a batch, as a schedule lists them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torrential.comm.protocol import Comm, Handle
+from torrential.data.deal import Batch
+from torrential.data.nest import mapped
+from torrential.stages.parameters import part_name
+from torrential.stages.schedules import schedule
+from torrential.stages.schedules.base import Action, Backward, Forward, ReceiveFrom, SendTo
+from torrential.stages.transfer import Receiver, Sender, differentiable
+from torrential.step import pair
+
+T = TypeVar("T")
+
+FORWARD = 1 / 3  # the share of forward in the time of a batch
+
+
+class StageReplica(Protocol):
+    """What passes need of a worker's model: strategies.context.Replica has it."""
+
+    model: nn.Module
+
+    def fetch(self, batch: Batch) -> Any: ...
+
+    def compute(self, batch: Batch, work: Callable[[], T], share: float = 1.0, part: int = 0) -> T: ...
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """How batches pass through a model."""
+
+    order: str  # the name of a schedule
+    microbatches: int
+    stages: int
+    chunks: int  # parts of the model on each stage
+    costs: Sequence[float]  # of all parts, relative to each other
+    recompute: bool  # whether forward is run again before backward
+
+
+class StagePasses:
+    """Forward and backward passes of the stages that one worker runs, as the schedule says."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        replica: StageReplica,
+        loss: Callable[[Any, Any], Tensor],
+        plan: PassPlan,
+        runners: Sequence[tuple[int, list[int]]],
+    ) -> None:
+        """`runners`: the workers of the pipeline with the stages that each runs."""
+        self._replica, self._loss, self._plan = replica, loss, plan
+        self._ranks = [rank for rank, _ in runners]
+        self._count, self._place = len(runners), self._ranks.index(comm.rank)
+        self._last = self._place == self._count - 1
+        self._parts = self._parts_of(runners[self._place][1])
+        model, costs = replica.model, plan.costs
+        self._modules = [[model.get_submodule(part_name(*part)) for part in parts] for parts in self._parts]
+        self._shares = [sum(costs[c * plan.stages + s] for s, c in parts) / sum(costs) for parts in self._parts]
+        self._sender, self._receiver = Sender(comm), Receiver(comm)
+        self._microbatches: list[Batch] = []
+        self._data: list[Any] = []  # each microbatch, where the first or the last layer is here
+        self._inputs: dict[tuple[int, int], Any] = {}  # by microbatch and chunk, as are the next two
+        self._outputs: dict[tuple[int, int], Any] = {}
+        self._slopes: dict[tuple[int, int], list[Tensor]] = {}
+        self._losses: list[float] = []
+
+    def _parts_of(self, stages: list[int]) -> list[list[tuple[int, int]]]:
+        """The parts of the model, as (stage, chunk), that are run one after the other; in each chunk those of the
+        stages here. A worker that runs all stages has no use for chunks."""
+        rows = [[(stage, chunk) for stage in stages] for chunk in range(self._plan.chunks)]
+        return rows if self._count > 1 else [[part for row in rows for part in row]]
+
+    def run(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """Leave the gradients of these batches at the parameters; returns the mean loss and the number of samples,
+        where the last layer is here."""
+        self._cut(batches)
+        self._inputs, self._outputs, self._slopes, self._losses = {}, {}, {}, []
+        pending: list[Handle] = []
+        if self._microbatches:
+            count = len(self._microbatches)
+            for action in schedule(self._plan.order, self._count, count, self._place, len(self._parts)):
+                self._carry_out(action, pending)
+        for handle in pending:
+            handle.wait()
+        samples = sum(map(len, self._microbatches)) if self._last else 0
+        return math.fsum(self._losses) / max(1, samples), samples
+
+    def _cut(self, batches: Sequence[Batch]) -> None:
+        """The batches as microbatches, with their data where they are needed: at the first and the last stage."""
+        self._microbatches, self._data = [], []
+        for batch in batches:
+            pieces = _pieces(batch, self._plan.microbatches)
+            self._microbatches += pieces
+            if self._place == 0 or self._last:
+                whole = self._replica.fetch(batch)
+                for piece in pieces:
+                    first = piece.first - batch.first
+                    self._data.append(_rows(whole, first, first + len(piece), len(batch)))
+
+    def _carry_out(self, action: Action, pending: list[Handle]) -> None:
+        match action:
+            case ReceiveFrom(source, number, "activation", chunk):
+                samples = len(self._microbatches[number])
+                self._inputs[number, chunk] = self._receiver.activation(self._ranks[source], samples, chunk)
+            case ReceiveFrom(source, number, "gradient", chunk):
+                output = self._outputs[number, chunk]
+                self._slopes[number, chunk] = self._receiver.gradient(self._ranks[source], output, chunk)
+            case Forward(number, chunk):
+                self._forward(number, chunk)
+            case SendTo(to, number, "activation", chunk):
+                output, samples = self._outputs[number, chunk], len(self._microbatches[number])
+                after = chunk + 1 if self._last else chunk
+                pending += self._sender.activation(self._ranks[to], output, samples, after)
+            case Backward(number, chunk):
+                self._backward(number, chunk)
+            case SendTo(to, number, "gradient", chunk):
+                given = self._inputs.pop((number, chunk))
+                before = chunk - 1 if self._place == 0 else chunk
+                pending += self._sender.gradient(self._ranks[to], given, before)
+
+    def _forward(self, number: int, chunk: int) -> None:
+        if self._place == 0 and chunk == 0:
+            self._inputs[number, chunk] = pair(self._data[number])[0]
+        with torch.set_grad_enabled(not self._plan.recompute):
+            output = self._computed(number, chunk)
+        if self._is_end(chunk):
+            self._losses.append(float(output.detach()) * len(self._microbatches[number]))
+        self._outputs[number, chunk] = output
+
+    def _computed(self, number: int, chunk: int) -> Any:
+        """What a chunk makes of a microbatch; of the last layer's output the loss."""
+        value = self._inputs[number, chunk]
+        if not leaves_alone(self._modules[chunk][0]):
+            value = mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+        share = FORWARD * self._shares[chunk] / len(self._modules[chunk])
+        for (stage, piece), module in zip(self._parts[chunk], self._modules[chunk], strict=True):
+            part = piece * self._plan.stages + stage
+            value = self._timed(number, partial(module, value), share, part)
+        if not self._is_end(chunk):
+            return value
+        return self._loss(value, pair(self._data[number])[1])
+
+    def _backward(self, number: int, chunk: int) -> None:
+        output = self._outputs.pop((number, chunk))
+        if self._plan.recompute:
+            output = self._computed(number, chunk)
+        if self._is_end(chunk):
+            ends, given = [output * self._microbatches[number].weight], list[Tensor]()
+        else:
+            slopes = zip(differentiable(output), self._slopes.pop((number, chunk)), strict=True)
+            needed = [(tensor, slope) for tensor, slope in slopes if tensor.requires_grad]
+            ends, given = [tensor for tensor, _ in needed], [slope for _, slope in needed]
+        if ends:
+            share = (1 - FORWARD) * self._shares[chunk]
+            self._timed(number, lambda: torch.autograd.backward(ends, given or None), share, 0)
+
+    def _timed(self, number: int, work: Callable[[], T], share: float, part: int) -> T:
+        return self._replica.compute(self._microbatches[number], work, share, part)
+
+    def _is_end(self, chunk: int) -> bool:
+        return self._last and chunk == len(self._parts) - 1
+
+
+def leaves_alone(module: nn.Module) -> bool:
+    """Whether a module is known not to change its input in place, which autograd refuses where it is the first."""
+    first = next(each for each in module.modules() if not any(each.children()))
+    return isinstance(first, nn.Linear | nn.modules.conv._ConvNd | nn.Embedding | nn.LayerNorm)
+
+
+def _pieces(batch: Batch, count: int) -> list[Batch]:
+    """A batch in so many microbatches of near-equal sizes, as far as there are samples."""
+    pieces, first = [], batch.first
+    for indices in batch.indices.tensor_split(min(count, len(batch))):
+        weight = batch.weight * len(indices) / len(batch)
+        pieces.append(replace(batch, first=first, indices=indices, weight=weight))
+        first += len(indices)
+    return pieces
+
+
+def _rows(whole: Any, first: int, last: int, samples: int) -> Any:
+    """Some samples of a batch."""
+
+    def cut(leaf: Any) -> Any:
+        has_rows = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples
+        return leaf[first:last] if has_rows else leaf
+
+    return mapped(cut, whole)
