@@ -325,6 +325,18 @@ def test_a_run_goes_on_where_it_ended(undisturbed: tt.Reduction, tmp_path: Path)
 
 
 # -- what cannot be done ----------------------------------------------------------------------------------------------
+def doubled(rows: Any) -> Any:
+    rows *= 2
+    return rows.sum(0)
+
+
+class Frame:
+    """As pandas has it."""
+
+    def to_numpy(self) -> Any:
+        return X.numpy()
+
+
 def refusals() -> Iterator[tuple[str, Any, str]]:
     yield "no rows", lambda how: tt.map_reduce(X[:0], total, **how), "there are no rows"
     yield "a number", lambda how: tt.map_reduce(3, total, **how), "no rows can be read from int"
@@ -336,6 +348,18 @@ def refusals() -> Iterator[tuple[str, Any, str]]:
     yield "no start", lambda how: tt.map_reduce(X, total, rounds=3, **how), "rounds=3 without start"
     yield "no function", lambda how: tt.map_reduce(X, 3, **how), "statistic must be a function"  # type: ignore[arg-type]
     yield "portions", lambda how: tt.map_reduce([lambda: X], total, portions=3, **how), "every function reads a portion"
+    yield "a frame", lambda how: tt.map_reduce(Frame(), total, **how), r"give data.to_numpy\(\)"
+    yield "None", lambda how: tt.map_reduce(X, lambda rows: None, **how), "the statistic returned None"
+    yield "complex", lambda how: tt.map_reduce(X, lambda rows: rows.sum().cfloat(), **how), r"given: complex64\[\]"
+    yield "a key", lambda how: tt.map_reduce(X, lambda rows: {1: 2}, **how), "a dict with the key 1"
+    yield "large", lambda how: tt.map_reduce(X, lambda rows: 1 << 70, **how), "more than 64 bits"
+    yield "mixed", lambda how: tt.map_reduce([total, X], total, **how), "has Tensor in it"
+    yield (
+        "in place",
+        lambda how: tt.map_reduce(X.clone(), lambda rows: rows.mul_(2).sum(0), **how),
+        "changes what it was",
+    )
+    yield "numpy in place", lambda how: tt.map_reduce(X.numpy(), doubled, **how), "read-only"
     yield "a set", lambda how: tt.map_reduce(X, lambda rows: {1, 2}, **how), "may be made of dicts"
     yield (
         "raises",
@@ -362,8 +386,39 @@ def test_a_statistic_that_changes_its_shape_is_named(sim: Simulated, workers: in
 
 
 def test_an_estimate_that_is_not_finite_is_refused(sim: Simulated) -> None:
-    with pytest.raises(RunFailed, match=r"finish returned a number that is not finite \(in estimate\['value'\]"):
+    with pytest.raises(RunFailed, match=r"ended with a number that is not finite \(in estimate\['value'\]"):
         tt.map_reduce(X, total, finish=lambda t: t / 0, **sim())
+
+
+def test_numpys_numbers_will_do_for_an_estimate(sim: Simulated) -> None:
+    def last(total: Any, now: Any) -> tt.Estimate:
+        return tt.Estimate(total, objective=total.sum(), done=(total == total).all())  # type: ignore[arg-type]
+
+    found = tt.map_reduce(X.numpy(), lambda rows, now: rows.sum(0), finish=last, start=0.0, rounds=9, **sim())
+    assert found.rounds == 1
+
+
+def test_functions_may_change_estimates_of_their_own(sim: Simulated) -> None:
+    def more(total: Tensor, now: Tensor) -> Tensor:
+        now += total
+        return now
+
+    start = torch.zeros(COLUMNS, dtype=torch.float64)
+    found = tt.map_reduce(X, lambda rows, now: rows.sum(0), finish=more, start=start, rounds=2, **sim())
+    assert torch.allclose(found.value, 2 * X.sum(0)) and not start.any()
+
+
+def test_a_run_is_not_resumed_with_other_portions(tmp_path: Path) -> None:
+    tt.map_reduce(X, total, out=tmp_path / "run", world="sim", progress=False)
+    with pytest.raises(BadInput, match="the options of MapReduce have changed"):
+        tt.map_reduce(X, total, portions=7, resume=tmp_path / "run", progress=False)
+
+
+def test_normal_equations_that_are_none_are_refused() -> None:
+    with pytest.raises(BadInput, match=r"a square matrix .*\(a: \[3, 3\], b: \[2\]\)"):
+        tt.solve_normal(np.eye(3), np.ones(2))
+    with pytest.raises(BadInput, match="not finite; look for such in the data"):
+        tt.solve_normal(np.full((2, 2), np.nan), np.ones(2))
 
 
 def test_singular_normal_equations_are_named_with_the_remedy(sim: Simulated) -> None:

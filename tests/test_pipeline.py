@@ -254,7 +254,7 @@ def test_stages_record_where_their_time_went(tmp_path: Path) -> None:
     [
         (8, {}, "7 layers cannot be cut into 8 parts"),
         (3, {"stages": 2}, r"stages=2 does not divide the workers \(3\)"),
-        (2, {"cuts": "2,3"}, "give 1 rising numbers between 1 and 6"),
+        (2, {"cuts": "2,3"}, "give 1 of the numbers from 1 to 6, in rising order"),
         (2, {"cuts": "x"}, "cuts are numbers of layers"),
         (2, {"costs": "1"}, "must be 2 numbers above 0"),
         (2, {"chunks": 2}, "chunks=2 is for order=interleaved"),

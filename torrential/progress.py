@@ -136,6 +136,9 @@ class ProgressDisplay:
 
     def _trained(self, record: Step) -> None:
         worker = record.worker
+        if not record.of_worker:
+            self._losses = {worker: record.loss}  # that of the whole step
+            return self._came_to(record)
         if self._states.get(worker, "starting") == "starting":
             self._states[worker] = "training"
         self._losses[worker] = record.loss

@@ -48,6 +48,9 @@ Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 
+COORDINATORS = 1 << 16  # ranks from here on are of no workers
+
+
 class Step(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="step"):
     """One worker's training since its previous Step record."""
 
@@ -64,6 +67,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind"
     staleness: dict[Count, Count] = {}  # its updates since the start, by versions between read and push: how often
     dropped: Count = 0  # its gradients that came too late, since the start
     figures: dict[str, float] = {}  # what the task's own step gives besides the loss: means over its last samples
+
+    @property
+    def of_worker(self) -> bool:
+        """Whether a worker has recorded it, or a coordinator, whose rank is above all of theirs."""
+        return self.worker < COORDINATORS
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="evaluation"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ class Reduction:
 
     value: Any
     rounds: int
-    summary: Summary
-    history: list[Record]
+    summary: Summary = field(repr=False)
+    history: list[Record] = field(repr=False)
     out: Path
 
 
@@ -89,7 +89,8 @@ def map_reduce(
 
     With `start` there are several `rounds`: `statistic(rows, estimate)` and `finish(total, estimate)` are given the
     estimate so far, and finish returns the next one, or tt.Estimate(value, objective, done) to put an objective on
-    record, or to end before the last round.
+    record, or to end before the last round. With `resume` the directory of a run, go on with that one: give the same
+    data and functions again, and more `rounds` if it had done all; workers and world are those that it has.
 
     Rows are cut into `portions` (64, or one for each function), which idle workers get one by one; when none is left,
     `copies` of those that somebody is slow with. They are added in one order: the result does not depend on the number
@@ -122,8 +123,8 @@ def map_reduce(
     )
     result = train(
         task,
-        MapReduce(copies=copies),
-        workers=workers,
+        MapReduce(portions=count, copies=copies),
+        workers=min(workers, count),  # more would have nothing to do
         seed=seed,
         device="cpu",
         world=world,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torrential.data.rows import Rows
-from torrential.data.statistics import added, flat, not_finite, widened
+from torrential.data.statistics import added, flat, frozen, not_finite, restored, versions, widened
 from torrential.errors import BadInput, RunFailed
 from torrential.usercode import calling
 
@@ -38,9 +38,13 @@ class Query:
     def __call__(self, model: nn.Module, positions: Tensor) -> Tensor:
         """Try it on the first rows."""
         last = len(positions) if self.rows.in_place else 1
-        found = self.compute(self.rows.read(0, last), self.start)
+        found = self.compute(self.rows.read(0, last), self.first())
         self.combined(found, found)
         return next(model.parameters()).sum()
+
+    def first(self) -> Any:
+        """The estimate that the first round begins with, as a copy."""
+        return restored(*flat(self.start))
 
     def span(self, number: int) -> tuple[int, int]:
         """The rows of a portion."""
@@ -49,31 +53,43 @@ class Query:
 
     def compute(self, rows: Any, estimate: Any) -> Any:
         """The statistic of some rows."""
+        given = [frozen(rows)] if self.start is None else [frozen(rows), frozen(estimate)]
+        before = versions(given)
         with calling("statistic", whose="map_reduce"), torch.no_grad():
-            found = self.statistic(rows) if self.start is None else self.statistic(rows, estimate)
+            found = self.statistic(*given)
+        if found is None:
+            raise BadInput("the statistic returned None; return a sum over the rows that it was given")
+        if versions(given) != before:
+            raise BadInput("the statistic changes what it was given in place; others need that as it is: copy it first")
         flat(found)
         return widened(found)
 
     def combined(self, one: Any, other: Any) -> Any:
         """Two statistics as one."""
-        if self.combine is None:
-            return added(one, other)
         with calling("combine", whose="map_reduce"), torch.no_grad():
-            return self.combine(one, other)
+            found = added(one, other) if self.combine is None else self.combine(one, other)
+        if found is None:
+            raise BadInput("combine returned None; return one statistic for the two that it was given")
+        return found
 
     def finished(self, total: Any, estimate: Any) -> Estimate:
         """The estimate that a round ends with."""
-        if self.finish is None:
-            return Estimate(total)
-        with calling("finish", whose="map_reduce"), torch.no_grad():
-            found = self.finish(total) if self.start is None else self.finish(total, estimate)
+        found = total
+        if self.finish is not None:
+            with calling("finish", whose="map_reduce"), torch.no_grad():
+                found = self.finish(total) if self.start is None else self.finish(total, estimate)
+        if found is None:
+            raise BadInput("finish returned None; return the estimate that it makes of the total")
         found = found if isinstance(found, Estimate) else Estimate(found)
+        with calling("objective", whose="map_reduce"):
+            objective = None if found.objective is None else float(found.objective)
         flat(found.value)
-        for where in not_finite({"value": found.value, "objective": found.objective}, "estimate"):
+        for where in not_finite({"value": found.value, "objective": objective}, "estimate"):
             raise RunFailed(
-                f"finish returned a number that is not finite (in {where}); shorten the step, or add a ridge"
+                f"the round ended with a number that is not finite (in {where}); look for such numbers in the data, "
+                "take a shorter step, or a ridge"
             )
-        return found
+        return Estimate(found.value, objective, bool(found.done))
 
     def refuse_shapes(self, one: int, shape: str, other: int, another: str) -> NoReturn:
         """Fail on statistics of two portions that have not the same shape."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from torrential.data.batches import Batches
@@ -62,7 +63,7 @@ class ItemRows:
 
     def read(self, first: int, last: int) -> Any:
         if self._batches is None:
-            self._batches = Batches(self._dataset, "cpu", "the data", self._collate)
+            self._batches = Batches(self._dataset, "cpu", "data", self._collate)
         return self._batches.fetch(torch.arange(first, last))
 
 
@@ -89,12 +90,17 @@ def rows_of(data: Any) -> Rows:
         if is_stream(data.train):
             raise BadInput("a stream has no rows to read again; give a data set with __len__ and __getitem__")
         return ItemRows(data.train, data.collate)
-    if isinstance(data, list) and data and all(callable(each) for each in data):
+    if isinstance(data, list) and any(callable(each) for each in data):
+        odd = next((type(each).__name__ for each in data if not callable(each)), None)
+        if odd is not None:
+            raise BadInput(f"a list of functions that read rows has {odd} in it; give functions alone, or arrays alone")
         return PartRows(data)
     rows: Rows
     if _is_array(data) or (isinstance(data, dict | tuple | list) and data and all(map(_is_array, leaves(data)))):
         rows = ArrayRows(data)
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, dict | str):
+    elif hasattr(data, "to_numpy"):
+        raise BadInput(f"rows of a {type(data).__name__} cannot be cut out by number; give data.to_numpy()")
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, dict | str | np.ndarray):
         rows = ItemRows(data, None)
     else:
         raise BadInput(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torrential.errors import BadInput
 
-KINDS = "dicts by text, lists, tuples, tensors, arrays, numbers and texts"
+KINDS = "dicts by text, lists, tuples, tensors and arrays of real numbers, numbers and texts"
 
 
 def flat(value: Any) -> tuple[Any, list[Tensor]]:
@@ -26,19 +26,31 @@ def flat(value: Any) -> tuple[Any, list[Tensor]]:
 
 def _plan(value: Any, tensors: list[Tensor]) -> Any:
     match value:
-        case Tensor():
+        case Tensor() if not value.is_complex():
             tensors.append(value.detach().cpu().contiguous())
             return {"tensor": len(tensors) - 1}
-        case np.ndarray() | np.generic() if value.dtype.kind in "biufc":
+        case np.ndarray() | np.generic() if value.dtype.kind in "biuf":
             tensors.append(torch.from_numpy(np.array(value, order="C")))
             return {"array": len(tensors) - 1}
         case dict() if all(isinstance(name, str) for name in value):
             return {"dict": [[name, _plan(each, tensors)] for name, each in value.items()]}
         case list() | tuple() if type(value) in (list, tuple):
             return {type(value).__name__: [_plan(each, tensors) for each in value]}
-        case bool() | int() | float() | str() | None:
+        case bool() | float() | str() | None:
             return {"plain": value}
-    raise BadInput(f"a statistic or estimate may be made of {KINDS} (given: {type(value).__name__})")
+        case int() if -(1 << 63) <= value < 1 << 63:
+            return {"plain": value}
+    raise BadInput(f"a statistic or estimate may be made of {KINDS} (given: {_odd(value)})")
+
+
+def _odd(value: Any) -> str:
+    """What is given in the place of a statistic, in words."""
+    if isinstance(value, dict):
+        key = next(name for name in value if not isinstance(name, str))
+        return f"a dict with the key {key!r}"
+    if isinstance(value, int):
+        return f"{value}, which has more than 64 bits"
+    return shape_of(value)
 
 
 def restored(plan: Any, tensors: Sequence[Tensor], copy: bool = True) -> Any:
@@ -68,7 +80,34 @@ def widened(value: Any) -> Any:
             return {name: widened(each) for name, each in value.items()}
         case list() | tuple():
             return type(value)(widened(each) for each in value)
+        case bool():
+            return int(value)
     return value
+
+
+def frozen(value: Any) -> Any:
+    """The nest with arrays that cannot be written to; tensors can, and `versions` tells."""
+    match value:
+        case np.ndarray():
+            value = value.view()
+            value.flags.writeable = False
+        case dict():
+            return {name: frozen(each) for name, each in value.items()}
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)(frozen(each) for each in value)
+    return value
+
+
+def versions(value: Any) -> list[int]:
+    """How often each tensor of a nest has been changed in place."""
+    match value:
+        case Tensor():
+            return [value._version]
+        case dict():
+            return [number for each in value.values() for number in versions(each)]
+        case list() | tuple():
+            return [number for each in value for number in versions(each)]
+    return []
 
 
 def added(one: Any, other: Any) -> Any:

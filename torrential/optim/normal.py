@@ -19,6 +19,11 @@ def solve_normal(a: Any, b: Any, ridge: float = 0.0) -> Any:
     if a is singular in float64: it names the columns that depend on one another."""
     left = torch.as_tensor(a, dtype=torch.float64)
     right = torch.as_tensor(b, dtype=torch.float64)
+    if left.ndim != 2 or left.shape[0] != left.shape[1] or right.ndim not in (1, 2) or len(right) != len(left):
+        shapes = f"a: {list(left.shape)}, b: {list(right.shape)}"
+        raise BadInput(f"normal equations have a square matrix and as many right sides as it has rows ({shapes})")
+    if not (left.isfinite().all() and right.isfinite().all()):
+        raise BadInput("the normal equations have numbers in them that are not finite; look for such in the data")
     left = left + ridge * torch.eye(len(left), dtype=torch.float64)
     scale = left.diagonal().clamp_min(torch.finfo(torch.float64).tiny).rsqrt()  # units of columns do not matter
     values, vectors = torch.linalg.eigh(scale[:, None] * left * scale)

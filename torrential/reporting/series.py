@@ -32,6 +32,7 @@ class StepColumns:
     time: Floats
     parts: dict[str, Floats]  # seconds of each of PARTS
     updates: Updates
+    read: int = 0  # records of the run so far, those of coordinators among them
 
     @property
     def length(self) -> Floats:
@@ -73,7 +74,7 @@ class Updates:
 def work(run: Run, before: StepColumns | None = None) -> StepColumns:
     """The columns of a run; `before` are those of the same run when it had fewer records."""
     old = before or StepColumns(np.zeros(0, np.int64), np.zeros(0), dict.fromkeys(PARTS, np.zeros(0)), Updates({}, []))
-    steps = run.steps[len(old.time) :]
+    steps = [step for step in run.steps[old.read :] if step.of_worker]
     names = ("worker", "dropped", "time", *PARTS)
     values = chain.from_iterable(map(attrgetter(*names), steps))  # in one pass: there may be millions
     table = np.fromiter(values, np.float64, len(names) * len(steps)).reshape(-1, len(names))
@@ -84,6 +85,7 @@ def work(run: Run, before: StepColumns | None = None) -> StepColumns:
         np.concatenate([old.time, columns["time"]]),
         {part: np.concatenate([old.parts[part], columns[part]]) for part in PARTS},
         _updates(old.updates, steps, worker, dropped),
+        len(run.steps),
     )
 
 

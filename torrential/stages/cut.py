@@ -86,8 +86,8 @@ def read_cuts(text: str, layers: int, parts: int) -> list[int]:
         raise BadInput(f'cuts are numbers of layers with commas (given: {text!r}); try cuts="2,4"') from error
     if len(cuts) != parts - 1 or not all(a < b for a, b in itertools.pairwise([0, *cuts, layers])):
         raise BadInput(
-            f"cuts={text!r} does not cut {layers} layers into {parts} parts; give {parts - 1} rising numbers between 1 "
-            f"and {layers - 1}"
+            f"cuts={text!r} does not cut {layers} layers into {parts} parts; give {parts - 1} of the "
+            f"numbers from 1 to {layers - 1}, in rising order"
         )
     return cuts
 

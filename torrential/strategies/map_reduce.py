@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import torch
@@ -93,7 +93,9 @@ class MapReduce(Strategy, frozen=True, kw_only=True):
     evaluates: ClassVar[bool] = False
     letters: ClassVar = (MapOrder, Mapped, Sums, Report, SumsHeld, Over)
 
-    copies: int = 1
+    portions: Annotated[int, msgspec.Meta(ge=1)] = 64
+    """The number of portions that the rows are cut into."""
+    copies: Annotated[int, msgspec.Meta(ge=0)] = 1
     """The number of workers that may be given a copy of a portion that somebody is slow with."""
 
     def roles(self, workers: int, servers: int) -> Roles:
@@ -223,7 +225,7 @@ class _Reducer:
     def __init__(self, ctx: Context, copies: int) -> None:
         self._ctx, self._query = ctx, _query(ctx)
         self._era = ctx.comm.view.version
-        self._round, self._estimate, self._over = 0, self._query.start, False
+        self._round, self._estimate, self._over = 0, self._query.first(), False
         ctx.replica.local(alike=True)  # a checkpoint has a model, if only an empty one
         ctx.state.everybody("map_reduce", self._saved, self._load)
         self._portions = Portions(self._query.portions, copies)

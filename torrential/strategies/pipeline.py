@@ -96,7 +96,10 @@ class Pipeline(Strategy, frozen=True, kw_only=True):
         if stages == 1 and self.chunks > 1:
             raise BadInput(f"chunks={self.chunks} needs several stages (given: 1); leave out chunks")
         if parts > layers:
-            raise BadInput(f"{layers} layers cannot be cut into {parts} parts; use fewer stages")
+            raise BadInput(
+                f"{layers} layers cannot be cut into {parts} parts (stages: {stages}, chunks: {self.chunks}); use "
+                f"fewer workers, or --set stages=K with K up to {layers // self.chunks}"
+            )
         costs = layer_costs(task, model)
         cuts = read_cuts(self.cuts, layers, parts) if self.cuts else balanced_cuts(costs, parts)
         each = [sum(costs[i] for i in span) for span in spans(cuts, layers)]

@@ -97,7 +97,7 @@ class TrainingProgress:
         self.epoch = self._data.deal.epoch
         self._ended_epoch = self.epoch > before
         self.loss, self.time = loss, self._comm.now()
-        if self.recorder.due(self.time) or self.finished():
+        if self.recorder.due(self.time) or self.finished() or self._comm.rank >= SERVERS:  # whose steps are long
             self._record()
 
     def conclude(self, samples: int, loss: float | None) -> None:
