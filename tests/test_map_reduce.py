@@ -198,6 +198,21 @@ def test_sums_are_made_in_float64(sim: Simulated) -> None:
     assert found.dtype == torch.float64
 
 
+BUFFER = torch.zeros(COLUMNS, COLUMNS, dtype=torch.float64)
+
+
+def test_statistics_are_copies_and_whole_numbers_do_not_overflow(sim: Simulated) -> None:
+    def reused(rows: Tensor) -> Tensor:
+        return torch.matmul(rows.T, rows, out=BUFFER)
+
+    assert torch.allclose(tt.map_reduce(X, reused, **sim()).value, X.T @ X)
+    view = tt.map_reduce(X, lambda rows: rows[0], lambda a, b: a.add_(b), **sim()).value
+    assert torch.allclose(view, X[:: ROWS // 64].sum(0))
+    assert int(tt.map_reduce(X, lambda rows: torch.tensor(10, dtype=torch.uint8), **sim()).value) == 640
+    assert int(tt.map_reduce(X, lambda rows: np.bool_(True), **sim()).value) == 64
+    assert tt.map_reduce(X, lambda rows: True, **sim()).value == 64
+
+
 def test_a_maximum_is_combined_by_a_function_of_ones_own(sim: Simulated) -> None:
     found = tt.map_reduce(X, lambda rows: rows.amax(0), torch.maximum, **sim())
     assert torch.equal(found.value, X.amax(0))

@@ -19,6 +19,7 @@ from torrential import shipping
 from torrential.comm import wire
 from torrential.config import NO_LIMIT
 from torrential.errors import BadInput, RunFailed, TorrentialError
+from torrential.listeners.base import Listener, check_listeners
 from torrential.loop.blueprint import Blueprint, OwnLoop, Script
 from torrential.opening import config_of, open_run, resume_run
 from torrential.records import MANIFEST
@@ -148,6 +149,7 @@ def launch(
     seed: int = 0,
     out: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
+    listeners: Sequence[Listener] = (),
     progress: bool | None = None,
     **options: Any,
 ) -> TrainResult:
@@ -161,6 +163,7 @@ def launch(
     refuse_training()
     nursery = Launch()
     try:
+        hearing = check_listeners(listeners)
         run = Script(function=script) if callable(script) else script_of(script, tuple(args))
         if resume is not None:
             given = {"epochs": epochs, "steps": steps, "target": target}
@@ -181,7 +184,7 @@ def launch(
                 target=target,
                 seed=seed,
             )
-        return execute(job, nursery, lambda j: display_of(j, progress))
+        return execute(job, nursery, lambda j: display_of(j, progress), hearing)
     except SystemExit as end:
         raise refuse_exit(end) from end
     finally:

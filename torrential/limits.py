@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from torrential.checkpoint import Checkpoint
-from torrential.config import RunConfig
+from torrential.config import NO_LIMIT, RunConfig
 from torrential.data.resize import Resize
 from torrential.errors import BadInput
 from torrential.optim.own_schedule import Given
@@ -110,7 +110,11 @@ def differences(then: RunConfig, now: RunConfig) -> str:
     """The limits that have changed, in words; empty if none has."""
     pairs = [(name, getattr(then, name), getattr(now, name)) for name in OF_THE_RUN]
     pairs += [(name, getattr(then.settings, name), getattr(now.settings, name)) for name in OF_SETTINGS]
-    return ", ".join(f"{name}: {new}, before: {old}" for name, old, new in pairs if old != new)
+    return ", ".join(f"{name}: {_limit(new)}, before: {_limit(old)}" for name, old, new in pairs if old != new)
+
+
+def _limit(value: Any) -> str:
+    return "no limit" if value == NO_LIMIT else str(value)
 
 
 def jumps(then: RunConfig, now: RunConfig, at: Checkpoint, own: Given | None = None) -> list[str]:

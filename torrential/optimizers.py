@@ -55,6 +55,10 @@ class ParameterGroup:
     number: int = 0  # the place of its options among those that a schedule moves (optim/rates.py)
 
 
+OF_RUN = "built_by_torrential"
+"""The attribute of optimizers that are a run's, not the user's."""
+
+
 @dataclass(frozen=True)
 class OptimizerSpec:
     """An optimizer yet to be built: its class, learning rate and other options. Made by `optimizer()`."""
@@ -88,6 +92,7 @@ class OptimizerSpec:
         if may and not chosen and not self._wrongly_fused(kind, params, device_type):
             options["fused"] = True
         built = kind(self._grouped(params, list(names)), lr=self.lr, **options)  # type: ignore[call-arg]
+        vars(built)[OF_RUN] = True
         asked = any(each.get("fused") for each in sets)
         if may and asked and (wrong := self._wrongly_fused(kind, params, device_type)):
             raise BadInput(

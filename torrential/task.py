@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from torrential.errors import BadInput
 from torrential.optimizers import OptimizerSpec, default_optimizer
@@ -251,6 +251,8 @@ def _is_number(value: object) -> bool:
 
 def _check_dataset(role: str, dataset: Any) -> None:
     kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise BadInput(f"{role} is a DataLoader, which makes batches; give its data set: {role}=loader.dataset")
     if is_stream(dataset) and not hasattr(dataset, "__iter__"):
         raise BadInput(f"{role} is no data set ({kind}); give one with __len__ and __getitem__, or a stream")
     if hasattr(dataset, "__len__"):

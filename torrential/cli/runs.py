@@ -213,6 +213,8 @@ def launch(
             changed = [f"--{name}" for name, value in given.items() if value is not None] + ["--set"] * bool(set_)
             if changed:
                 raise BadInput(f"a resumed run keeps its options; leave out {', '.join(changed)}")
+            if script is not None:
+                raise BadInput(f"a resumed run keeps its script and its arguments; leave out {script}")
             limits = only_given(epochs=epochs, steps=steps, target=target)
             job = launching.resume_launch(resume, nursery, limits=limits)
         elif script is None:

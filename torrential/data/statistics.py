@@ -18,13 +18,13 @@ from torrential.errors import BadInput
 KINDS = "dicts by text, lists, tuples, tensors and arrays of real numbers, numbers and texts"
 
 
-def flat(value: Any) -> tuple[Any, list[Tensor]]:
-    """A nest as plain data, in which tensors and arrays are numbers, and these."""
+def flat(value: Any, what: str = "a statistic or estimate") -> tuple[Any, list[Tensor]]:
+    """A nest as plain data, in which tensors and arrays are numbers, and these. `what` it is, for messages."""
     tensors: list[Tensor] = []
-    return _plan(value, tensors), tensors
+    return _plan(value, tensors, what), tensors
 
 
-def _plan(value: Any, tensors: list[Tensor]) -> Any:
+def _plan(value: Any, tensors: list[Tensor], what: str) -> Any:
     match value:
         case Tensor() if not value.is_complex():
             tensors.append(value.detach().cpu().contiguous())
@@ -33,14 +33,14 @@ def _plan(value: Any, tensors: list[Tensor]) -> Any:
             tensors.append(torch.from_numpy(np.array(value, order="C")))
             return {"array": len(tensors) - 1}
         case dict() if all(isinstance(name, str) for name in value):
-            return {"dict": [[name, _plan(each, tensors)] for name, each in value.items()]}
+            return {"dict": [[name, _plan(each, tensors, what)] for name, each in value.items()]}
         case list() | tuple() if type(value) in (list, tuple):
-            return {type(value).__name__: [_plan(each, tensors) for each in value]}
+            return {type(value).__name__: [_plan(each, tensors, what) for each in value]}
         case bool() | float() | str() | None:
             return {"plain": value}
         case int() if -(1 << 63) <= value < 1 << 63:
             return {"plain": value}
-    raise BadInput(f"a statistic or estimate may be made of {KINDS} (given: {_odd(value)})")
+    raise BadInput(f"{what} may be made of {KINDS} (given: {_odd(value)})")
 
 
 def _odd(value: Any) -> str:
@@ -70,12 +70,13 @@ def restored(plan: Any, tensors: Sequence[Tensor], copy: bool = True) -> Any:
 
 
 def widened(value: Any) -> Any:
-    """The nest with all its fractions in float64, in which they are added up."""
+    """A copy of the nest with all fractions in float64 and all whole numbers in int64, as they are added up."""
     match value:
         case Tensor():
-            return value.detach().double() if value.is_floating_point() else value.detach()
+            kind = torch.float64 if value.is_floating_point() else torch.int64
+            return value.detach().to(kind, copy=True)
         case np.ndarray() | np.generic():
-            return value.astype(np.float64) if value.dtype.kind == "f" else value
+            return np.array(value, dtype=np.float64 if value.dtype.kind == "f" else np.int64)
         case dict():
             return {name: widened(each) for name, each in value.items()}
         case list() | tuple():
@@ -143,6 +144,6 @@ def not_finite(value: Any, where: str = "") -> Iterator[str]:
         case list() | tuple():
             for place, each in enumerate(value):
                 yield from not_finite(each, f"{where}[{place}]")
-        case Tensor() | np.ndarray() | float():
+        case Tensor() | np.ndarray() | np.generic() | float():
             if not torch.as_tensor(value).isfinite().all():
                 yield where or "its value"

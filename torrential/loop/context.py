@@ -94,7 +94,7 @@ class LoopContext(RoleContext):
         except StepDropped:
             self.leave()
 
-    def evaluation(self, value: float, loss: float | None, epoch: int) -> Evaluation:
+    def evaluation(self, value: float, loss: float | None, epoch: int, figures: Mapping[str, float]) -> Evaluation:
         """What the script reports, and where in the run it does: after so many epochs. Where servers deal samples, this
         worker knows its own batches only: when there are no more of an epoch, all of its samples were dealt."""
         progress = self.progress
@@ -107,6 +107,7 @@ class LoopContext(RoleContext):
             time=self.comm.now(),
             value=value,
             loss=loss,
+            figures=dict(figures),
         )
 
 

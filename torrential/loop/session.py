@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 from types import CodeType
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from torrential.config import NO_LIMIT, RunConfig
@@ -31,8 +32,9 @@ from torrential.errors import BadInput, RunFailed
 from torrential.loop.blueprint import Blueprint, describe_model, join_models, load_first_values
 from torrential.loop.context import LoopContext
 from torrential.loop.loader import DealtLoader, Pass, check_loader, one_part, order_of, shuffles
-from torrential.loop.optimizer import BackwardLosses, replace_step, spec_of_all
+from torrential.loop.optimizer import BackwardLosses, parameters_of, replace_step, spec_of_all
 from torrential.loop.turns import AtEnd, BeginPass, NextBatch, Place, TakeStep, Turns
+from torrential.optimizers import OF_RUN
 from torrential.randomness import TRAINING, seed_all
 from torrential.records import Evaluation
 from torrential.usercode import place_of, refuse_joining, users_function
@@ -107,16 +109,18 @@ class ScriptRun:
             self.saved[name] = thing
 
     def report(self, **values: float) -> None:
-        """Put an evaluation on record: the first value is the metric, one called `loss` goes beside it."""
+        """Put an evaluation on record: the first value is the metric, the others go beside it as figures, one called
+        `loss` as the loss."""
         if not values:
             raise BadInput("run.report was given nothing; give it a value, as in run.report(accuracy=0.9)")
         name = next(iter(values))
         if self._metric not in (None, name):
             raise BadInput(f"run.report was given {name!r} first, and {self._metric!r} before; the first is the metric")
         self._metric = name
-        self._report(float(values[name]), float(values["loss"]) if "loss" in values else None)
+        numbers = {each: float(value) for each, value in values.items()}
+        self._report(numbers.pop(name), numbers.pop("loss", None), numbers)
 
-    def _report(self, value: float, loss: float | None) -> None:
+    def _report(self, value: float, loss: float | None, figures: Mapping[str, float]) -> None:
         """A plain loop keeps no records."""
 
     def stop(self) -> None:
@@ -282,6 +286,8 @@ class WorkerRun(ScriptRun):
         thing = super()._prepare(thing)
         if isinstance(thing, torch.optim.Optimizer):
             number = len(self.optimizers) - 1
+            if not number:
+                register_optimizer_step_pre_hook(self._check_prepared)
             replace_step(thing, lambda: self._step(number))
         if isinstance(thing, DataLoader):
             self._dealt = dealt = DealtLoader(thing, self.workers, self._config.samples, self._config.seed)
@@ -290,6 +296,18 @@ class WorkerRun(ScriptRun):
             dealt.evaluates, dealt.part = self._evaluates, self._part
             return dealt
         return thing
+
+    def _check_prepared(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        """Refuse the step of an optimizer that has parameters of the run's models and was not prepared: nobody else
+        would hear of it."""
+        if hasattr(optimizer, OF_RUN) or any(optimizer is each for each in self.optimizers):
+            return
+        mine = {id(parameter) for model in self.models for parameter in model.parameters()}
+        if any(id(parameter) in mine for parameter in parameters_of(optimizer)):
+            raise BadInput(
+                f"an optimizer that was not prepared ({type(optimizer).__name__}) takes a step with parameters of the "
+                "prepared model; give all optimizers to run.prepare"
+            )
 
     def save(self, **objects: Any) -> None:
         if self.context is not None:
@@ -381,7 +399,7 @@ class WorkerRun(ScriptRun):
             return True  # other members of a group stop when all have voted on it
         return context.progress.finished()
 
-    def _report(self, value: float, loss: float | None) -> None:
+    def _report(self, value: float, loss: float | None, figures: Mapping[str, float]) -> None:
         if self.context is None:
             self._place()
         if self.context is None or (self._dealt is not None and self._dealt.replaying):
@@ -394,7 +412,7 @@ class WorkerRun(ScriptRun):
         first = bool(workers) and self.rank == workers[0]
         self._news, number = False, self._number_of_report(newest)
         if first or (served and begun):  # the members of a group are alike
-            self._note(self.context.evaluation(value, loss, epochs), number)
+            self._note(self.context.evaluation(value, loss, epochs, figures), number)
 
     def stop(self) -> None:
         super().stop()

@@ -54,7 +54,8 @@ def _check_steps(config: RunConfig, strategy: Strategy) -> None:
     """Whether the recipe suits the strategy, and the data suffices for a step."""
     name, recipe, joined = type(strategy).name, config.recipe, config.samples_per_step
     refused = {"resize": recipe.resize is not None, "grow": recipe.grow, "scaling=loss": recipe.scaling == "loss"}
-    if needs_servers(strategy) and any(refused.values()):
+    cut = type(strategy).part is not Strategy.part
+    if (needs_servers(strategy) or cut) and any(refused.values()):
         wrong = " and ".join(name for name, is_given in refused.items() if is_given)
         raise BadInput(f"{name} does not know {wrong}; leave it out, or use --strategy allreduce")
     if joined > config.samples and type(strategy).uses_rate:

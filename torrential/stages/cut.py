@@ -27,12 +27,19 @@ ELEMENT_COST = 10.0  # operations that an element of an output costs beside its 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers between which a model can be cut, by name."""
+    own = isinstance(model, nn.Sequential) and type(model).forward is not nn.Sequential.forward
+    hooks = [*model._forward_hooks, *model._forward_pre_hooks, *model._backward_hooks, *model._backward_pre_hooks]
+    if own or hooks:
+        raise BadInput(
+            f"the model ({type(model).__name__}) has {'a forward of its own' if own else 'hooks'}, which stages would "
+            "not run; put that into a layer"
+        )
     if not isinstance(model, nn.Sequential):
         raise BadInput(
             f"only an nn.Sequential can be cut into stages (the model is a {type(model).__name__}); write its layers "
             "as children of one, blocks of any kind"
         )
-    return list(model.named_children())
+    return [(name, layer) for name, layer in model._modules.items() if layer is not None]  # one may be there twice
 
 
 def layer_costs(task: Task, model: nn.Module) -> list[float]:

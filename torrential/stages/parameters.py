@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torrential.comm.protocol import Comm, Handle
 from torrential.params.layout import Layout
@@ -24,7 +24,7 @@ class StageParameters:
         trained = [p for p in reversed(list(model.parameters())) if p.requires_grad]
         names = {id(p): entry.name for p, entry in zip(trained, layout.entries, strict=True)}
         self.parameters = {names[id(p)]: p for module in modules for p in module.parameters() if p.requires_grad}
-        self._buffers = [buffer for module in modules for buffer in module.buffers()]
+        self._modules = modules
         sizes = [p.numel() for p in self.parameters.values()]
         kind = next((p.dtype for p in self.parameters.values()), torch.float32)
         self.gradient = comm.buffer(f"gradient of stage {stage}", max(1, sum(sizes) + len(sizes)), kind)
@@ -33,6 +33,10 @@ class StageParameters:
             for piece, p in zip(self.gradient[: sum(sizes)].split(sizes), self.parameters.values(), strict=True)
         ]
         self._reached = self.gradient[sum(sizes) : sum(sizes) + len(sizes)]  # by parameter: whether there is one
+
+    def _buffers(self) -> list[Tensor]:
+        """The buffers as they are now: a layer may give them other tensors."""
+        return [buffer for module in self._modules for buffer in module.buffers()]
 
     def collect(self) -> None:
         """Write what autograd has left into one vector."""
@@ -46,8 +50,8 @@ class StageParameters:
             parameter.grad = view if reached else None
 
     def send(self, to: int) -> list[Handle]:
-        return [self._comm.send(tensor, to, f"copy {self.stage}") for tensor in (self.gradient, *self._buffers)]
+        return [self._comm.send(tensor, to, f"copy {self.stage}") for tensor in (self.gradient, *self._buffers())]
 
     def receive(self, source: int) -> None:
-        for tensor in (self.gradient, *self._buffers):
+        for tensor in (self.gradient, *self._buffers()):
             self._comm.recv(tensor, source, f"copy {self.stage}").wait()

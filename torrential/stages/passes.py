@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torrential.comm.protocol import Comm, Handle
 from torrential.data.deal import Batch
 from torrential.data.nest import mapped
+from torrential.errors import RunFailed
 from torrential.stages.parameters import part_name
 from torrential.stages.schedules import schedule
 from torrential.stages.schedules.base import Action, Backward, Forward, ReceiveFrom, SendTo
@@ -132,13 +133,12 @@ class StagePasses:
     def _forward(self, number: int, chunk: int) -> None:
         if self._place == 0 and chunk == 0:
             self._inputs[number, chunk] = pair(self._data[number])[0]
-        with torch.set_grad_enabled(not self._plan.recompute):
-            output = self._computed(number, chunk)
+        output = self._computed(number, chunk, with_gradients=not self._plan.recompute)
         if self._is_end(chunk):
             self._losses.append(float(output.detach()) * len(self._microbatches[number]))
         self._outputs[number, chunk] = output
 
-    def _computed(self, number: int, chunk: int) -> Any:
+    def _computed(self, number: int, chunk: int, with_gradients: bool = True) -> Any:
         """What a chunk makes of a microbatch; of the last layer's output the loss."""
         value = self._inputs[number, chunk]
         if not leaves_alone(self._modules[chunk][0]):
@@ -146,10 +146,10 @@ class StagePasses:
         share = FORWARD * self._shares[chunk] / len(self._modules[chunk])
         for (stage, piece), module in zip(self._parts[chunk], self._modules[chunk], strict=True):
             part = piece * self._plan.stages + stage
-            value = self._timed(number, partial(module, value), share, part)
+            value = self._timed(number, partial(_run, module, value, with_gradients), share, part)
         if not self._is_end(chunk):
             return value
-        return self._loss(value, pair(self._data[number])[1])
+        return _run(self._loss, value, with_gradients, pair(self._data[number])[1])
 
     def _backward(self, number: int, chunk: int) -> None:
         output = self._outputs.pop((number, chunk))
@@ -172,9 +172,16 @@ class StagePasses:
         return self._last and chunk == len(self._parts) - 1
 
 
+def _run(function: Callable[..., Any], value: Any, with_gradients: bool, *more: Any) -> Any:
+    """Grad mode is a thread's: it must not be set while others may have their turn."""
+    with torch.set_grad_enabled(with_gradients):
+        return function(value, *more)
+
+
 def leaves_alone(module: nn.Module) -> bool:
-    """Whether a module is known not to change its input in place, which autograd refuses where it is the first."""
-    first = next(each for each in module.modules() if not any(each.children()))
+    """Whether the first layer of a part is known not to change its input in place: autograd refuses that at the
+    beginning of a stage, and what is computed again needs it as it was."""
+    first = next(module.children(), module)
     return isinstance(first, nn.Linear | nn.modules.conv._ConvNd | nn.Embedding | nn.LayerNorm)
 
 
@@ -189,10 +196,16 @@ def _pieces(batch: Batch, count: int) -> list[Batch]:
 
 
 def _rows(whole: Any, first: int, last: int, samples: int) -> Any:
-    """Some samples of a batch."""
+    """Some samples of a batch, of whose tensors the first dimension is the samples."""
 
     def cut(leaf: Any) -> Any:
-        has_rows = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == samples
-        return leaf[first:last] if has_rows else leaf
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        if len(leaf) != samples:
+            raise RunFailed(
+                f"a tensor of the batch has {len(leaf)} rows where the batch has {samples} samples, and cannot be cut "
+                "into microbatches; put samples first in collate"
+            )
+        return leaf[first:last]
 
     return mapped(cut, whole)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torrential.comm.protocol import Comm, Handle
+from torrential.data.nest import mapped
 from torrential.data.statistics import flat, restored, shape_of
 from torrential.errors import RunFailed
 from torrential.stages.cut import tensors_of
@@ -36,7 +37,8 @@ class Sender:
 
     def activation(self, to: int, value: Any, samples: int, chunk: int) -> list[Handle]:
         """Send the output of this stage for so many samples; `chunk` is the receiver's."""
-        plan, tensors = flat(value)
+        plan, tensors = flat(value, "the output of a stage")
+        mapped(self._check, value)
         described = Description(plan, [(list(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors])
         handles = []
         before = self._told.get((to, samples, chunk))
@@ -50,6 +52,11 @@ class Sender:
                 f"samples ({before[1]}, then {shape_of(value)}); stages need the same shapes every time"
             )
         return handles + [self._comm.send(tensor, to, f"activation {chunk}") for tensor in tensors]
+
+    @staticmethod
+    def _check(leaf: Any) -> None:
+        if not isinstance(leaf, Tensor) and leaf is not None:
+            raise RunFailed(f"the output of a stage has a {type(leaf).__name__} in it ({leaf!r}); pass tensors on")
 
     def gradient(self, to: int, inputs: Any, chunk: int) -> list[Handle]:
         """Send the gradients of what this stage was given; `chunk` is the receiver's."""

@@ -133,11 +133,12 @@ class _Portions:
         query, (first, last) = self._query, self._query.span(number)
         batch = Batch(round, first, torch.arange(first, last), last - first)
         found = self._ctx.replica.compute(batch, lambda: query.compute(self._rows(number), estimate))
-        shape = shape_of(found)
-        if self._first is None:
-            self._first = number, shape
-        elif self._first[1] != shape:
-            query.refuse_shapes(*self._first, number, shape)
+        if query.combine is None:  # else it is for that one to say what fits together
+            shape = shape_of(found)
+            if self._first is None:
+                self._first = number, shape
+            elif self._first[1] != shape:
+                query.refuse_shapes(*self._first, number, shape)
         return found
 
     def _rows(self, number: int) -> Any:

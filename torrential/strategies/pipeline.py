@@ -80,6 +80,9 @@ class Pipeline(Strategy, frozen=True, kw_only=True):
             raise BadInput(f"pipeline needs parameters of one dtype (given: {', '.join(sorted(map(str, kinds)))})")
         if self.chunks > 1 and self.order != "interleaved":
             raise BadInput(f"chunks={self.chunks} is for order=interleaved (given: {self.order})")
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise BadInput(f"pipeline has no sparse gradients ({name}); leave out sparse=True")
         if self.recompute:
             for name, module in model.named_modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
@@ -102,6 +105,14 @@ class Pipeline(Strategy, frozen=True, kw_only=True):
             )
         costs = layer_costs(task, model)
         cuts = read_cuts(self.cuts, layers, parts) if self.cuts else balanced_cuts(costs, parts)
+        found, parts_of = layers_of(model), list(spans(cuts, layers))
+        for stage in range(stages):
+            mine = [found[i][1] for chunk in range(self.chunks) for i in parts_of[chunk * stages + stage]]
+            if not any(p.requires_grad for layer in mine for p in layer.parameters()):
+                raise BadInput(
+                    f"stage {stage} has nothing to train (cuts={','.join(map(str, cuts))}); say where to cut, as in "
+                    '--set cuts="2,4", or use fewer stages'
+                )
         each = [sum(costs[i] for i in span) for span in spans(cuts, layers)]
         given = read_costs(self.costs, parts) if self.costs else [cost / sum(each) for cost in each]
         return msgspec.structs.replace(

@@ -223,6 +223,8 @@ class Rounds:
     def _catch_up(self, agreement: Agreement) -> None:
         """The member that is furthest hands its state to those behind."""
         comm, parameters = self._comm, self._parameters
+        if parameters.own and comm.rank not in agreement.behind:
+            self._state.put_back()  # so that nobody takes over what a round that is given up has changed
         told = self._broadcast(self._everything() if comm.rank == agreement.source else None, agreement.members)
         newcomer = self.applied < 0 <= agreement.applied
         states = self._own_states(agreement, newcomer) if parameters.own and not self._dry else {}
