@@ -4,6 +4,8 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -187,9 +189,13 @@ def test_of_several_reports_of_an_epoch_the_first_is_on_record(tmp_path):
     source = (
         PREPARED + "for epoch in run.epochs(3):\n    for x, _ in loader:\n    " + STEP.replace("\n    ", "\n        ")
     )
-    result = launch(tmp_path, source + "    run.report(progress=epoch, loss=7.0)\n", "bsp")
-    found = [(e.value, e.loss, e.epoch) for e in result.history if isinstance(e, Evaluation)]
-    assert found == [(0, 7, 1), (1, 7, 2), (2, 7, 3)]
+    heard: list[Any] = []
+    listener = SimpleNamespace(record=heard.append)
+    source += "    run.report(progress=epoch, loss=7.0, f1=0.5)\n"
+    result = launch(tmp_path, source, "bsp", listeners=[listener])
+    found = [e for e in result.history if isinstance(e, Evaluation)]
+    assert [(e.value, e.loss, e.epoch, e.figures) for e in found] == [(n, 7, n + 1, {"f1": 0.5}) for n in range(3)]
+    assert [e for e in heard if isinstance(e, Evaluation)] == found
 
 
 def test_a_script_is_compared_with_arguments_and_reports_of_its_own(tmp_path):
@@ -336,6 +342,11 @@ STEP = "    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
             r"^all workers are gone \(worker . exited with status 5, as by os._exit; look for that in the script and ",
         ),
         (PREPARED + "for x, _ in loader: optimizer.step()", RunFailed, "backward has left no gradient"),
+        (
+            PREPARED + "other = torch.optim.AdamW([model.bias])\nfor x, _ in loader:\n" + STEP + "    other.step()",
+            RunFailed,
+            r"an optimizer that was not prepared \(AdamW\) takes a step with parameters of the prepared model",
+        ),
         (PREPARED + "for x, _ in loader:\n    optimizer.step(lambda: 1)", RunFailed, "was given a closure"),
         (
             PREPARED + "for x, _ in loader:\n" + STEP + "    if run.rank: raise ValueError('here')",

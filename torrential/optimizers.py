@@ -17,6 +17,7 @@ import fnmatch
 import functools
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,8 +56,8 @@ class ParameterGroup:
     number: int = 0  # the place of its options among those that a schedule moves (optim/rates.py)
 
 
-OF_RUN = "built_by_torrential"
-"""The attribute of optimizers that are a run's, not the user's."""
+OF_RUNS: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""The optimizers of this process that are a run's, not the user's."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class OptimizerSpec:
         if may and not chosen and not self._wrongly_fused(kind, params, device_type):
             options["fused"] = True
         built = kind(self._grouped(params, list(names)), lr=self.lr, **options)  # type: ignore[call-arg]
-        vars(built)[OF_RUN] = True
+        OF_RUNS.add(built)
         asked = any(each.get("fused") for each in sets)
         if may and asked and (wrong := self._wrongly_fused(kind, params, device_type)):
             raise BadInput(

@@ -34,7 +34,7 @@ from torrential.loop.context import LoopContext
 from torrential.loop.loader import DealtLoader, Pass, check_loader, one_part, order_of, shuffles
 from torrential.loop.optimizer import BackwardLosses, parameters_of, replace_step, spec_of_all
 from torrential.loop.turns import AtEnd, BeginPass, NextBatch, Place, TakeStep, Turns
-from torrential.optimizers import OF_RUN
+from torrential.optimizers import OF_RUNS
 from torrential.randomness import TRAINING, seed_all
 from torrential.records import Evaluation
 from torrential.usercode import place_of, refuse_joining, users_function
@@ -300,7 +300,7 @@ class WorkerRun(ScriptRun):
     def _check_prepared(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
         """Refuse the step of an optimizer that has parameters of the run's models and was not prepared: nobody else
         would hear of it."""
-        if hasattr(optimizer, OF_RUN) or any(optimizer is each for each in self.optimizers):
+        if optimizer in OF_RUNS or any(optimizer is each for each in self.optimizers):
             return
         mine = {id(parameter) for model in self.models for parameter in model.parameters()}
         if any(id(parameter) in mine for parameter in parameters_of(optimizer)):
