@@ -5,8 +5,8 @@ python -m benchmarks.pipeline --stages 2 --microbatches 4,8,16 --rounds 3
 A model of eight layers, each 1024 wide, in microbatches of 64; contenders take turns, one thread for each process:
 
     whole       one process on the unsplit batch
-    apart       as many processes as stages, each with the whole model on a batch of its own, which never communicate:
-                what this machine gives so many processes at once
+    apart       as many processes as stages, each with the whole model on a batch of its own in the same microbatches,
+                which never communicate: what this machine gives so many processes at once
     gpipe, 1f1b     torch.distributed.pipelining (ScheduleGPipe, Schedule1F1B) over Gloo
     ours            `pipeline` with order=gpipe and order=1f1b; copies=false, as torch keeps none, and with copies
 
@@ -56,7 +56,8 @@ def _rate(step: Any, samples: int, seconds: float) -> float:
     return steps * samples / (time.perf_counter() - began)
 
 
-def _alone(rank: int, processes: int, store: str, samples: int, seconds: float, queue: Any) -> None:
+def _alone(rank: int, processes: int, store: str, samples: int, size: int, seconds: float, queue: Any) -> None:
+    """Train the whole model on batches of `samples`, in pieces of `size`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     model = make_model()
@@ -65,7 +66,8 @@ def _alone(rank: int, processes: int, store: str, samples: int, seconds: float, 
 
     def step() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
+        for x, y in zip(inputs.split(size), labels.split(size), strict=True):
+            (F.cross_entropy(model(x), y) * (len(x) / samples)).backward()
         optimizer.step()
 
     dist.barrier()
@@ -163,8 +165,8 @@ def main() -> None:
         found: dict[str, list[float]] = {}
         for _ in range(asked.rounds):
             samples = count * MICROBATCH
-            found.setdefault("whole", []).extend(processes(_alone, 1, samples, 3.0))
-            found.setdefault("apart", []).append(sum(processes(_alone, asked.stages, MICROBATCH, 3.0)))
+            found.setdefault("whole", []).extend(processes(_alone, 1, samples, samples, 3.0))
+            found.setdefault("apart", []).append(sum(processes(_alone, asked.stages, samples, MICROBATCH, 3.0)))
             for order in ("gpipe", "1f1b"):
                 (rate,) = processes(_torch_stage, asked.stages, order, count, asked.steps)
                 found.setdefault(f"torch {order}", []).append(rate)

@@ -61,8 +61,8 @@ class Query:
             raise BadInput("the statistic returned None; return a sum over the rows that it was given")
         if versions(given) != before:
             raise BadInput("the statistic changes what it was given in place; others need that as it is: copy it first")
-        flat(found)
-        return widened(found)
+        flat(found := widened(found))
+        return found
 
     def combined(self, one: Any, other: Any) -> Any:
         """Two statistics as one."""

@@ -30,7 +30,9 @@ def _plan(value: Any, tensors: list[Tensor], what: str) -> Any:
             tensors.append(value.detach().cpu().contiguous())
             return {"tensor": len(tensors) - 1}
         case np.ndarray() | np.generic() if value.dtype.kind in "biuf":
-            tensors.append(torch.from_numpy(np.array(value, order="C")))
+            array = np.asarray(value)
+            ready = array.flags.c_contiguous and array.flags.writeable
+            tensors.append(torch.from_numpy(array if ready else np.array(array, order="C")))
             return {"array": len(tensors) - 1}
         case dict() if all(isinstance(name, str) for name in value):
             return {"dict": [[name, _plan(each, tensors, what)] for name, each in value.items()]}
@@ -74,8 +76,8 @@ def widened(value: Any) -> Any:
     match value:
         case Tensor():
             kind = torch.float64 if value.is_floating_point() else torch.int64
-            return value.detach().to(kind, copy=True)
-        case np.ndarray() | np.generic():
+            return value if value.is_complex() else value.detach().to(kind, copy=True)
+        case np.ndarray() | np.generic() if value.dtype.kind in "biuf":
             return np.array(value, dtype=np.float64 if value.dtype.kind == "f" else np.int64)
         case dict():
             return {name: widened(each) for name, each in value.items()}

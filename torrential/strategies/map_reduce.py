@@ -131,7 +131,7 @@ class _Portions:
 
     def compute(self, number: int, round: int, estimate: Any) -> Any:
         query, (first, last) = self._query, self._query.span(number)
-        batch = Batch(round, first, torch.arange(first, last), last - first)
+        batch = Batch(round, first, torch.empty(last - first, dtype=torch.uint8), last - first)  # so many rows
         found = self._ctx.replica.compute(batch, lambda: query.compute(self._rows(number), estimate))
         if query.combine is None:  # else it is for that one to say what fits together
             shape = shape_of(found)
