@@ -22,6 +22,9 @@ from torrential.limits import Patience, idle_patience
 from torrential.records import RECORDS, Evaluation, Event, Summary, read_manifest, read_records
 from torrential.strategies import STRATEGIES
 
+# those that train a model of one layer
+SIMULATED = [name for name, k in STRATEGIES.items() if "sim" in k.worlds and k.part is tt.Strategy.part]
+
 SIM = WORLDS["sim"]
 
 
@@ -75,7 +78,7 @@ def hopeless(epochs: int = 50) -> tt.Task:
     return a_task(metric=lambda outputs, targets: torch.tensor(0.25), epochs=epochs)
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if "sim" in STRATEGIES[name].worlds])
+@pytest.mark.parametrize("strategy", SIMULATED)
 def test_a_simulated_run_loses_patience_at_the_same_moment_every_time(strategy: str, tmp_path: Path) -> None:
     given = {"workers": 2, "progress": False, "patience": 3, **SIM}
     first, second = (tt.train(hopeless(), strategy, out=tmp_path / name, **given) for name in ("first", "second"))
@@ -136,7 +139,7 @@ def test_a_run_keeps_its_best(tmp_path: Path) -> None:
 # -- going on further -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("strategy", "world"),
-    [*((name, "sim") for name in STRATEGIES if "sim" in STRATEGIES[name].worlds), ("allreduce", "local")],
+    [*((name, "sim") for name in SIMULATED), ("allreduce", "local")],
 )
 def test_a_finished_run_goes_on_as_if_it_had_never_ended(strategy: str, world: str, tmp_path: Path) -> None:
     workers = 1 if strategy in ("ssp", "downpour") else 2  # one alone, so that there is one order

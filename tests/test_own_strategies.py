@@ -138,7 +138,7 @@ def test_a_strategys_own_code_that_raises_before_the_run(tmp_path: Path) -> None
 
 # -- names, files, entry points ---------------------------------------------------------------------------------------
 def test_the_table_is_what_it_was() -> None:
-    names = ["allreduce", "bsp", "ssp", "backup", "downpour", "sandblaster", "ddp"]
+    names = ["allreduce", "bsp", "ssp", "backup", "downpour", "sandblaster", "pipeline", "ddp"]
     assert list(registered()) == list(STRATEGIES) == names
     for name, kind in STRATEGIES.items():
         for given in (name, kind, kind()):

@@ -48,7 +48,7 @@ Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 
-COORDINATORS = 1 << 16  # ranks from here on are of no workers
+OF_NO_WORKER = range(1 << 16, 4 << 16)  # the addresses of servers, coordinators and the observer
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="step"):
@@ -70,8 +70,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind"
 
     @property
     def of_worker(self) -> bool:
-        """Whether a worker has recorded it, or a coordinator, whose rank is above all of theirs."""
-        return self.worker < COORDINATORS
+        """Whether a worker has recorded it, or a coordinator."""
+        return self.worker not in OF_NO_WORKER
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="evaluation"):

@@ -95,9 +95,11 @@ class Pipeline(Strategy, frozen=True, kw_only=True):
         stages = self.stages or workers
         if workers % stages:
             raise BadInput(f"stages={stages} does not divide the workers ({workers}); give a multiple of it")
-        layers, parts = len(layers_of(model)), stages * self.chunks
         if stages == 1 and self.chunks > 1:
             raise BadInput(f"chunks={self.chunks} needs several stages (given: 1); leave out chunks")
+        if stages == 1:  # any model will do
+            return msgspec.structs.replace(self, stages=1, cuts="", costs="1")
+        layers, parts = len(layers_of(model)), stages * self.chunks
         if parts > layers:
             raise BadInput(
                 f"{layers} layers cannot be cut into {parts} parts (stages: {stages}, chunks: {self.chunks}); use "
@@ -105,24 +107,25 @@ class Pipeline(Strategy, frozen=True, kw_only=True):
             )
         costs = layer_costs(task, model)
         cuts = read_cuts(self.cuts, layers, parts) if self.cuts else balanced_cuts(costs, parts)
-        found, parts_of = layers_of(model), list(spans(cuts, layers))
-        for stage in range(stages):
-            mine = [found[i][1] for chunk in range(self.chunks) for i in parts_of[chunk * stages + stage]]
-            if not any(p.requires_grad for layer in mine for p in layer.parameters()):
-                raise BadInput(
-                    f"stage {stage} has nothing to train (cuts={','.join(map(str, cuts))}); say where to cut, as in "
-                    '--set cuts="2,4", or use fewer stages'
-                )
         each = [sum(costs[i] for i in span) for span in spans(cuts, layers)]
         given = read_costs(self.costs, parts) if self.costs else [cost / sum(each) for cost in each]
-        return msgspec.structs.replace(
+        made = msgspec.structs.replace(
             self, stages=stages, cuts=",".join(map(str, cuts)), costs=",".join(f"{cost:.4g}" for cost in given)
         )
+        for stage in range(stages):
+            if not any(parameter.requires_grad for parameter in made.part(model, stage, workers).parameters()):
+                raise BadInput(
+                    f"the worker of stage {stage} has nothing to train (cuts={made.cuts}); say where to cut, as in "
+                    '--set cuts="2,4", or use fewer stages'
+                )
+        return made
 
     def _spans(self, layers: int) -> list[range]:
         return list(spans([int(each) for each in self.cuts.split(",")] if self.cuts else [], layers))
 
     def part(self, model: nn.Module, rank: int, workers: int) -> nn.Module:
+        if self.stages == 1:
+            return nn.ModuleDict({part_name(0, 0): model})
         found = layers_of(model)
         parts = self._spans(len(found))
         return nn.ModuleDict(
