@@ -47,9 +47,9 @@ others = [p for p in model.parameters() if p.dim() < 2]
 groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 optimizer = torch.optim.AdamW(groups, lr=3e-3, eps=1e-4)
 loader = DataLoader(Characters(), batch_size=args.batch, shuffle=args.shuffle)
-run = tt.join()  # tt
-model, optimizer, loader = run.prepare(model, optimizer, loader)  # tt
 warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+run = tt.join()  # tt
+model, optimizer, loader, warmup = run.prepare(model, optimizer, loader, warmup)  # tt
 
 loss = torch.zeros(())
 for _ in range(2):
