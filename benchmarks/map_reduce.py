@@ -179,6 +179,10 @@ def slope(rows: Any, weights: Any) -> Any:
     return x.T @ (1 / (1 + np.exp(-x @ weights)) - y)
 
 
+def parse_and_sum(read: Callable[..., Any], path: Path, parts: list[tuple[int, int]], weights: Any) -> Any:
+    return sum(slope(read(path, part), weights) for part in parts)
+
+
 def parsed_once(megabytes: int, counts: list[int], rounds: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "numbers.csv"
@@ -189,10 +193,7 @@ def parsed_once(megabytes: int, counts: list[int], rounds: int) -> None:
             if importlib.util.find_spec(name) is None:
                 print(f"  {name} is not installed")
                 continue
-            values = [
-                timed(lambda read=read: sum(slope(read(path, part), weights) for part in parts))  # type: ignore[misc]
-                for _ in range(rounds)
-            ]
+            values = [timed(partial(parse_and_sum, read, path, parts, weights)) for _ in range(rounds)]
             print(f"  {name} parses in every round  {statistics.median(values):7.3f} s")
         for workers in counts:
             readers = [partial(by_numpy, path, part) for part in parts]

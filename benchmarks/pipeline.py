@@ -21,7 +21,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ import torrential as tt
 from torrential.records import Step
 
 WIDTH, LAYERS, MICROBATCH = 1024, 8, 64
+ORDERS: tuple[Literal["gpipe", "1f1b"], ...] = ("gpipe", "1f1b")
 
 
 def make_model() -> nn.Sequential:
@@ -122,7 +123,7 @@ def processes(target: Any, count: int, *arguments: Any) -> list[float]:
 
 
 # -- ours -------------------------------------------------------------------------------------------------------------
-def ours(stages: int, order: str, microbatches: int, steps: int, copies: bool) -> float:
+def ours(stages: int, order: Literal["gpipe", "1f1b"], microbatches: int, steps: int, copies: bool) -> float:
     samples = microbatches * MICROBATCH
     inputs, labels = data(samples)
     held = TensorDataset(inputs[:64], labels[:64])
@@ -141,7 +142,7 @@ def ours(stages: int, order: str, microbatches: int, steps: int, copies: bool) -
     with tempfile.TemporaryDirectory() as out:
         result = tt.train(
             task,
-            tt.Pipeline(stages=stages, order=order, microbatches=microbatches, copies=copies, cuts=cuts),  # type: ignore[arg-type]
+            tt.Pipeline(stages=stages, order=order, microbatches=microbatches, copies=copies, cuts=cuts),
             workers=stages,
             out=Path(out) / "run",
             device="cpu",
@@ -167,7 +168,7 @@ def main() -> None:
             samples = count * MICROBATCH
             found.setdefault("whole", []).extend(processes(_alone, 1, samples, samples, 3.0))
             found.setdefault("apart", []).append(sum(processes(_alone, asked.stages, samples, MICROBATCH, 3.0)))
-            for order in ("gpipe", "1f1b"):
+            for order in ORDERS:
                 (rate,) = processes(_torch_stage, asked.stages, order, count, asked.steps)
                 found.setdefault(f"torch {order}", []).append(rate)
                 for copies in (False, True):

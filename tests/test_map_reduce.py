@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import scipy.sparse
 import torch
@@ -25,6 +22,7 @@ import torrential as tt
 from examples.map_reduce import least_squares, naive_bayes, principal_components, products
 from examples.map_reduce_clusters import k_means, mixture
 from examples.map_reduce_logistic import gradient_descent, newton
+from tests.killing import Killing
 from torrential.data.ordered_sum import Block, OrderedSum
 from torrential.errors import BadInput, RunFailed
 from torrential.records import Event, Work
@@ -293,20 +291,6 @@ def test_a_coordinator_that_comes_back_repeats_no_finished_portion(
     assert next(calls) == 6 * 64 + 1  # and the trial before it begins
 
 
-class Killing(tt.Listener):
-    """Kills one role of the run when a round is over."""
-
-    def __init__(self, name: str, after: int) -> None:
-        self._name, self._after, self.killed = name, after, threading.Event()
-
-    def record(self, record: Any) -> None:
-        if isinstance(record, Work) and record.step == self._after and not self.killed.is_set():
-            for process in psutil.Process().children(recursive=True):
-                if Path(f"/proc/{process.pid}/comm").read_text().strip() == self._name:
-                    process.send_signal(signal.SIGKILL)
-                    self.killed.set()
-
-
 def slowly(rows: Tensor, now: Tensor) -> Tensor:
     time.sleep(0.005)
     return moments(rows, now)
@@ -314,7 +298,9 @@ def slowly(rows: Tensor, now: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("role", ["worker-1", "coordinator-0"])
 def test_a_role_that_is_killed_changes_nothing(undisturbed: tt.Reduction, tmp_path: Path, role: str) -> None:
-    killing = Killing(f"tt-{role.replace('coordinator', 'coord')}", after=2)
+    killing = Killing(
+        f"tt-{role.replace('coordinator', 'coord')}", lambda record: isinstance(record, Work) and record.step == 2
+    )
     found = tt.map_reduce(
         X,
         slowly,

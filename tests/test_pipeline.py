@@ -6,12 +6,9 @@ import copy
 import dataclasses
 import itertools
 import random
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import torrential as tt
+from tests.killing import Killing
 from torrential.errors import BadInput, RunFailed
 from torrential.records import Step
 from torrential.stages.cut import balanced_cuts, layer_costs
@@ -335,26 +333,12 @@ def test_dead_stages_change_nothing_beyond_rounding(plain: nn.Module, tmp_path: 
     assert difference(result.model, plain) < TOLERANCE
 
 
-class Killing(tt.Listener):
-    """Kills a worker when the run has come to a step."""
-
-    def __init__(self, worker: int, step: int) -> None:
-        self._name, self._step, self.killed = f"tt-worker-{worker}", step, threading.Event()
-
-    def record(self, record: Any) -> None:
-        if isinstance(record, Step) and record.step >= self._step and not self.killed.is_set():
-            for process in psutil.Process().children(recursive=True):
-                if Path(f"/proc/{process.pid}/comm").read_text().strip() == self._name:
-                    process.send_signal(signal.SIGKILL)
-                    self.killed.set()
-
-
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("worker", [0, 1, 2])
 def test_a_stage_that_is_killed_changes_nothing_beyond_rounding(tmp_path: Path, worker: int, restart: bool) -> None:
     given = task(epochs=100)
     undisturbed = train(tmp_path / "undisturbed", given, 3)
-    killing = Killing(worker, 40)
+    killing = Killing(f"tt-worker-{worker}", lambda record: isinstance(record, Step) and record.step >= 40)
     result = train(tmp_path / "run", given, 3, world="local", restart=restart, listeners=[killing])
     assert killing.killed.is_set() and result.summary.samples == 7000
     assert difference(result.model, undisturbed.model) < 1e-9
