@@ -56,6 +56,7 @@ class Family:
                 [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=file, stderr=file
             )
         self.seen: set[int] = {self.process.pid}
+        self.sockets: set[int] = set()  # inodes of those that were open when members were looked at
 
     def members(self) -> dict[int, str]:
         """Processes by pid, each with the name it gave itself (tt-worker-0, tt-observer)."""
@@ -64,6 +65,7 @@ class Family:
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(OSError):
                     names[process.pid] = Path(f"/proc/{process.pid}/comm").read_text().strip()
+                    self.sockets |= open_sockets(process.pid)
         self.seen |= names.keys()
         return names
 
@@ -79,6 +81,7 @@ class Family:
         while True:
             left = [f"process {pid}" for pid in sorted(self.seen) if psutil.pid_exists(pid) and not _zombie(pid)]
             left += sorted(shared_files() - files_before)
+            left += [f"socket {inode}" for inode in sorted(self.sockets & sockets_of_all())]
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.05)
@@ -110,8 +113,9 @@ class Run(Family):
         self.kill_all()
         raise SystemExit(f"hung for {PATIENCE_SECONDS:.0f} s; see {self.log} and {self.out}")
 
-    def worker(self, rank: int) -> int:
-        return next(pid for pid, name in self.members().items() if name == f"tt-worker-{rank}")
+    def worker(self, rank: int) -> int | None:
+        """The process of a worker; None if it has ended."""
+        return next((pid for pid, name in self.members().items() if name == f"tt-worker-{rank}"), None)
 
 
 def _zombie(pid: int) -> bool:
@@ -122,7 +126,23 @@ def _zombie(pid: int) -> bool:
 
 
 def shared_files() -> set[str]:
-    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    """Named shared memory. Semaphores of Python's pools are left out: no run has any; other programs' come and go."""
+    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
+def open_sockets(pid: int) -> set[int]:
+    """The inodes of a process's sockets."""
+    links = [os.readlink(file) for file in os.scandir(f"/proc/{pid}/fd")]
+    return {int(link[8:-1]) for link in links if link.startswith("socket:[")}
+
+
+def sockets_of_all() -> set[int]:
+    """The inodes of all sockets of the network namespace: of Unix, and of TCP over both kinds of addresses."""
+    found = set[int]()
+    for kind, column in (("unix", 6), ("tcp", 9), ("tcp6", 9)):
+        lines = Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
+        found |= {int(words[column]) for words in map(str.split, lines) if len(words) > column}
+    return found - {0}
 
 
 def steps_taken(records: list[Any]) -> int:
@@ -167,14 +187,19 @@ def kill_workers(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         f"without kills: {whole.metric} {whole.value:.4f}, {whole.samples} samples, {whole.seconds:.2f} s of training"
     )
     print(f"{'kill':>4} {'worker':>6} {'at':>6} {'step after s':>12} {'value':>7} {'samples':>8}  left behind")
-    for number in range(1, options.kills + 1):
+    while len(rows) < options.kills:
+        number = len(rows) + 1
         out = root / f"kill-{number}"
         files = shared_files()
         run = Run(out, *arguments(options), "--out", str(out))
         victim = chance.randrange(WORKERS)
         step = reach_some_step(run, chance.uniform(0, 0.8) * whole.steps, chance.uniform(0, 0.2))
-        killed = time.monotonic()
-        os.kill(run.worker(victim), signal.SIGKILL)
+        process, killed = run.worker(victim), time.monotonic()
+        if process is None:  # the run was over first
+            summary_of(run)
+            shutil.rmtree(out)
+            continue
+        os.kill(process, signal.SIGKILL)
         recovered = time.monotonic() - killed if run.until(step_after_regrouping) else None
         summary = summary_of(run)
         lost = [r.worker for r in run.records() if isinstance(r, Event) and r.event == "worker_lost"]

@@ -21,18 +21,23 @@ TIMEOUT_SECONDS = 60.0
 
 def enter(rate: str) -> None:
     """Of the calling thread and whatever it starts from now on. Ends the program where it cannot be done."""
+    own_loopback("--link")
+    _do("tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", rate, *SHAPE)
+
+
+def own_loopback(what: str) -> None:
+    """Give the calling thread and whatever it starts from now on a loopback of their own. `what` needs it."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        raise SystemExit(f"--link needs {' and '.join(missing)}, which this machine has not; install iproute2")
+        raise SystemExit(f"{what} needs {' and '.join(missing)}, which this machine has not; install iproute2")
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET) != 0:
         why = os.strerror(ctypes.get_errno())
         raise SystemExit(
-            f"--link needs a network namespace, which this user may not make ({why}); run it as root, "
+            f"{what} needs a network namespace, which this user may not make ({why}); run it as root, "
             "or put this before the command: unshare --map-root-user"
         )
     _do("ip", "link", "set", "lo", "up")
-    _do("tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", rate, *SHAPE)
 
 
 def _do(*command: str) -> None:

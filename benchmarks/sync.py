@@ -7,6 +7,7 @@ python -m benchmarks.sync --model mlp --workers 2 --steps 60 --rounds 5
     alone           --workers processes that never communicate: the bound
     ddp             torch's DistributedDataParallel over Gloo
     ours            `torrential train --workers N`; ours1: one worker
+    ours+local      the same with `--strategy local` and a period of 8; a step is then a round of 8
     loop            `torrential launch benchmarks/own_loop.py --workers N`: the same in a script's own loop
     NAME+malloc     the same with torrential's malloc settings, which the C library leaves to each program
     ddp+tuned       DDP with every option that makes it faster here
@@ -55,7 +56,13 @@ from torrential.records import RECORDS, Evaluation, Step, describe_machine, read
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTENDERS = "plain1,plain1+malloc,plain2threads,alone,alone+malloc,ddp,ddp+tuned,ours,ours1,loop"
-OURS = {"late": "overlap=false", "unix": "transport=unix", "tcp": "transport=tcp", "native": "algorithm=native"}
+OURS = {
+    "late": ["--set", "overlap=false"],
+    "unix": ["--set", "transport=unix"],
+    "tcp": ["--set", "transport=tcp"],
+    "native": ["--set", "algorithm=native"],
+    "local": ["--strategy", "local", "--set", "period=8", "--set", "inner=keep"],
+}
 NEVER = 10**9  # steps between two snapshots
 TIMEOUT_SECONDS = 600.0
 POLL_SECONDS = 0.005
@@ -115,7 +122,7 @@ def _ours(options: Options, workers: int, flags: list[str], directory: Path, sam
         *("--workers", str(workers), "--steps", str(options.steps), "--json", "--out", str(out)),
         *("--set", "threads=1", "--set", f"evaluate_every={NEVER}"),
         *([] if loop else ["--device", "cpu", "--batch-size", str(options.batch)]),
-        *(word for flag in flags for word in ("--set", OURS[flag])),
+        *(word for flag in flags for word in OURS[flag]),
         *(["--", options.model, options.optimizer, str(options.batch)] if loop else []),
     ]
     began = time.monotonic()

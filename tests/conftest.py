@@ -23,6 +23,10 @@ SEMAPHORE = "sem.mp-"  # of a pool of Python's, which may be another test's: its
 # Every process started from here inherits this, so that it is known as ours even when its parent is gone.
 MARK = "TORRENTIAL_TESTS", uuid.uuid4().hex
 
+# A shell has what it starts in the background ignore Ctrl-C, which every process started from here would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @dataclass(frozen=True)
 class Machine:

@@ -8,6 +8,7 @@ that fails after its start, go through a command of their own. Where a task's ow
 from __future__ import annotations
 
 import grp
+import inspect
 import os
 import pwd
 import re
@@ -29,7 +30,7 @@ import torch
 from torrential import checkpoint as checkpoints
 from torrential import cli, records, run
 from torrential.cli import common
-from torrential.config import WORLDS, Recipe, Settings, without_effect
+from torrential.config import WORLDS, Compression, Recipe, Settings, without_effect
 from torrential.data.deal import Deal
 from torrential.errors import BadInput
 from torrential.options import explain
@@ -197,6 +198,7 @@ def test_values_that_cannot_be_used(
     ("args", "said"),
     [
         (("transport=foo",), "transport must be shared, unix or tcp (given: 'foo')"),
+        (("security=ssl",), "security must be token or tls (given: 'ssl')"),
         (("algorithm=rign",), "halving, blocks or tree (given: 'rign'); did you mean 'ring'?"),
         (("schedule=foo",), "schedule must be constant, step, cosine or poly (given: 'foo')"),
         (("scaling=cubic",), "scaling must be none, linear, sqrt or loss (given: 'cubic')"),
@@ -212,6 +214,47 @@ def test_values_that_cannot_be_used(
 )
 def test_a_wrong_value_comes_with_the_right_ones(args: tuple[str, ...], said: str, refused: Callable[..., str]) -> None:
     assert said in " ".join(refused("train", "digits", "--set", *args).split())
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("compress=zip",), "compress must be none, topk, dgc, powersgd or int8 (given: 'zip')"),
+        (("wire=bf8",), "wire must be float32, bf16 or fp16 (given: 'bf8')"),
+        (("ratio=0",), "ratio must be a number above 0 up to 1 (given: '0')"),
+        (("ratio=1.5",), "ratio must be a number above 0 up to 1 (given: '1.5')"),
+        (("rank=0",), "rank must be a whole number of at least 1 (given: '0')"),
+        (("sparsity_warmup=-1",), "sparsity_warmup must be a number of at least 0 (given: '-1')"),
+        (
+            ("compress=topk", "--strategy", "local"),
+            "local cannot compress gradients (compress: topk): its workers send",
+        ),
+        (("wire=bf16", "--strategy", "ddp"), "ddp cannot compress gradients (wire: bf16): torch sends its gradients;"),
+        (("compress=dgc", "--set", "layerwise=lars"), "layerwise=lars goes by norms of whole gradients, and dgc sends"),
+        (("compress=int8", "--set", "wire=fp16"), "int8 sends bytes, and no values in another precision (wire: fp16)"),
+        (("compress=topk", "--set", "algorithm=native"), "algorithm=native has torch sum gradients, which are compr"),
+    ],
+)
+def test_compression_that_cannot_be(args: tuple[str, ...], said: str, refused: Callable[..., str]) -> None:
+    assert said in " ".join(refused("train", "digits", "--set", *args).split())
+
+
+def test_compression_that_does_not_suit_the_task(refused: Callable[..., str], tmp_path: Path) -> None:
+    mixed = "nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).bfloat16())"
+    tasks = {
+        "mixed": f"tt.Task(model=lambda: {mixed}, step=lambda m, b: m[0](b[0]).sum(), train=data, test=data)",
+        "damped": "make(optimizer=tt.optimizer('sgd', lr=0.01, momentum=0.9, dampening=0.5))",
+        "moved": "make(optimizer=tt.optimizer('sgd', lr=0.01, momentum=0.9), schedule=tt.scheduler(lambda o: "
+        "torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=36), every='batch'))",
+    }
+    path = write(tmp_path, HEAD + "".join(f"{name} = {task}\n" for name, task in tasks.items()))
+    said = {
+        "mixed": "a compressor takes parameters of one dtype (the model's: float32, bfloat16); convert",
+        "damped": "momentum correction is of SGD without dampening (dampening: 0.5); leave it out, or use --set",
+        "moved": "the task's schedule moves momentum, which workers have for themselves with momentum correction",
+    }
+    for name, words in said.items():
+        assert words in refused("train", f"{path}:{name}", "--set", "compress=dgc"), name
 
 
 def test_nccl_without_gpus(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +318,47 @@ def test_resizing_what_is_no_image(refused: Callable[..., str], tmp_path: Path) 
 )
 def test_recipes_that_cannot_be(args: tuple[object, ...], said: str, refused: Callable[..., str]) -> None:
     assert said in refused("train", "digits", *args)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "args", "said"),
+    [
+        *(
+            (strategy, ("--set", "period=0"), "period must be a whole number of at least 1 (given: '0')")
+            for strategy in ("local", "adacomm", "diloco", "easgd", "hogwild")
+        ),
+        (
+            "fedavg",
+            ("--set", "clients=10", "--set", "sampled=11"),
+            "a round cannot take more clients than there are (sampled: 11, clients: 10); use sampled=10 at most",
+        ),
+        (
+            "easgd",
+            ("--set", "beta=3.9", "--lr", "0.5"),
+            "(alpha = beta / workers = 1.95, the bound at a rate of 0.5 is 0.857); use a smaller beta",
+        ),
+        ("easgd", ("--lr", "2"), "(alpha = beta / workers = 0.45, the bound at a rate of 2 is 0); use a smaller beta"),
+        ("hogwild", ("--set", "transport=tcp"), "memory that all workers see (transport=tcp); leave it out"),
+    ],
+)
+def test_local_updates_that_cannot_be(
+    strategy: str, args: tuple[str, ...], said: str, refused: Callable[..., str]
+) -> None:
+    message = refused("train", "digits-mlp", "--strategy", strategy, "--workers", 2, *args)
+    assert said in message and message.count("\n") == 1
+
+
+def test_a_partition_that_leaves_a_client_empty(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = write(tmp_path, f"{HEAD}task = make(partition=[[0, 1], []])\n")
+    message = refused("train", path, "--strategy", "fedavg")
+    assert "the partition leaves a client without samples (client: 1); leave it out" in message
+
+
+def test_adacomm_without_a_loss_to_adapt_to(run_cli: Cli, tmp_path: Path) -> None:
+    path = write(tmp_path, f"{HEAD}task = make(loss=lambda outputs, targets: -F.cross_entropy(outputs, targets))\n")
+    message = one_message(train_two(run_cli, path, tmp_path / "out", "--strategy", "adacomm"), 1)
+    assert "adacomm adapts to the training loss, which has to be positive (first round: -0." in message
+    assert "add a constant to the loss, or use local" in message and message.count("\n") == 1
 
 
 def test_no_task_at_all(refused: Callable[..., str]) -> None:
@@ -824,10 +908,11 @@ def test_all_that_can_be_set_is_shown_and_explained(name: str, main_here: Callab
     owners = {f"Options of {name} itself": STRATEGIES[name]} | {
         str(kind.__doc__): kind for kind in (Settings, *WORLDS.values())
     }
-    for heading, kind in reversed([*owners.items(), (str(Recipe.__doc__), Recipe)]):
+    common = [Recipe] if STRATEGIES[name].uncompressed else [Recipe, Compression]
+    for heading, kind in reversed([*owners.items(), *((str(kind.__doc__), kind) for kind in common)]):
         sections, _, section = sections.partition(f"{heading}")
-        inherited = Settings.__struct_fields__ if kind in WORLDS.values() else ()
-        options = [o for o in explain(kind) if o.name not in hidden and o.name not in inherited]
+        own = inspect.get_annotations(kind) if kind in WORLDS.values() else kind.__struct_fields__
+        options = [o for o in explain(kind) if o.name not in hidden and o.name in own]
         assert section.count("=") >= sum(bool(o.default) for o in options)
         for option in options:
             default = f"={option.default}" if option.default else ""

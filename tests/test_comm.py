@@ -7,7 +7,6 @@ import contextlib
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,20 +21,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from torrential.comm import wire
+from torrential.comm import handshake, stream, wire
 from torrential.comm.admission import MOST_STRANGERS
 from torrential.comm.carrier import Carrier
 from torrential.comm.channel import PostChannel, TensorLetter
-from torrential.comm.post import Contact, Post
+from torrential.comm.post import Contact, Greeting, Post
 from torrential.comm.protocol import ALIGNMENT, Meter, Part, slices
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.shared import MAIL_BYTES, SMALL_BYTES, WORDS, SharedCarrier
-from torrential.errors import Regrouped, UnequalSizes, WaitedTooLong
+from torrential.errors import Regrouped, UnequalCalls, UnequalSizes, WaitedTooLong
 from torrential.worlds.local.comm import LocalComm
 
 KINDS = ("shared", "unix", "tcp")
 RANKS = (0, 2, 3, 6, 7)  # not contiguous: those in between have died
-TOKEN = secrets.token_bytes(wire.TOKEN_BYTES)
+SECRET = secrets.token_bytes(handshake.SECRET_BYTES)
 
 
 @dataclass
@@ -85,7 +84,7 @@ class Group:
                 )  # fmt: skip
             else:
                 address = "tcp:127.0.0.1:0" if kind == "tcp" else f"unix:@torrential-{name}-{rank}"
-                self.posts[rank] = Post(rank, 0, address, TOKEN, TensorLetter)
+                self.posts[rank] = Post(rank, 0, address, SECRET, TensorLetter)
                 self.channels[rank] = PostChannel(self.posts[rank])
                 self.carriers[rank] = ScheduledCarrier(rank, Meter(), check, timeout, self.channels[rank])
         for post in self.posts.values():
@@ -607,7 +606,7 @@ def test_what_is_expected_comes_while_a_worker_computes() -> None:
     with two() as pair:
         low, numel = pair.low, 500_000  # more than a socket holds
         comm = LocalComm.__new__(LocalComm)
-        comm._channel = low
+        comm._channel, comm.trace = low, None
         target = torch.zeros(numel)
 
         def computing() -> None:
@@ -630,17 +629,18 @@ def test_what_is_expected_comes_while_a_worker_computes() -> None:
 
 
 def test_a_stranger_does_not_stay_by_saying_a_byte_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(stream, "HANDSHAKE_SECONDS", 0.2)
     with two(reader="substitute") as pair:
         post, said = pair.group.posts[0], 0
         post.read_meanwhile()
         with call(post.where) as slow, contextlib.suppress(OSError):
-            while post.strangers == 0 and said < wire.TOKEN_BYTES - 1:
-                slow.sendall(TOKEN[said : said + 1])
+            words = opening(post)
+            while post.strangers == 0 and said < len(words) - 1:
+                slow.sendall(words[said : said + 1])
                 said += 1
                 time.sleep(0.05)
         pair.until(lambda: post.strangers == 1)
-        assert said < wire.TOKEN_BYTES - 1
+        assert said < len(words) - 1
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
@@ -652,24 +652,25 @@ def test_many_strangers_take_few_descriptors_and_no_thread_and_peers_get_in(kind
         pair.until(lambda: all(p._substitute is not None for p in pair.group.posts.values()))
         descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
         with call(post.where) as early:
-            early.sendall(TOKEN + GREETING[:5])  # it knows the token: no stranger takes its place
+            early.sendall(opening(post))  # it knows the secret: no stranger takes its place
             strangers = [stack.enter_context(call(post.where)) for _ in range(300)]
             pair.until(lambda: post.strangers == 300 - MOST_STRANGERS)
-            most = descriptors + 2 + len(strangers) + MOST_STRANGERS
+            most = descriptors + 2 + len(strangers) + MOST_STRANGERS  # `early` has two ends here
             pair.until(lambda: len(os.listdir("/proc/self/fd")) == most)  # the last is counted before it is closed
             assert threading.active_count() == threads
-            early.sendall(GREETING[5:])
-            pair.until(lambda: 9 in post._to)
+            assert 9 in post._to
         pair.high.send(0, "after all that", [torch.ones(4)])
         pair.bring("after all that")
 
 
-GREETING_HEADER = msgspec.msgpack.encode([{"type": "Greeting", "address": 9, "life": 0}, []])
-GREETING = struct.pack("<I", len(GREETING_HEADER)) + GREETING_HEADER
+def opening(post: Post) -> bytes:
+    """What member 9 says first to this post."""
+    challenge = bytes.fromhex(post.where.partition("?")[2])
+    return handshake.opening(SECRET, challenge, msgspec.msgpack.encode(Greeting(9, 0))).words
 
 
 def call(address: str) -> socket.socket:
-    family, where = wire.parse(address)
+    family, where = stream.parse(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.settimeout(10)
     sock.connect(where)
@@ -677,10 +678,12 @@ def call(address: str) -> socket.socket:
 
 
 def test_a_closed_post_frees_its_address_and_ends_its_thread() -> None:
-    address = f"unix:@torrential-{secrets.token_hex(8)}"
-    for _ in range(2):
-        post = Post(0, 0, address, TOKEN, TensorLetter)
-        assert post.where == address
+    address, challenges = f"unix:@torrential-{secrets.token_hex(8)}", set()
+    for number in range(2):
+        post = Post(0, 0, address, SECRET, TensorLetter)
+        where, _, challenge = post.where.partition("?")
+        challenges.add(challenge)
+        assert (where, len(challenges)) == (address, number + 1)  # another one each time
         post.read_meanwhile()
         substitute = post._substitute
         post.close()
@@ -725,3 +728,106 @@ def test_vectors_of_different_sizes_are_refused_by_name(kind: str) -> None:
         for rank, sizes in g.run(program).items():
             assert {rank, 2} <= sizes.keys() and len(sizes) >= 2
             assert all(size == (6 if whose == 2 else 5) for whose, size in sizes.items())
+
+
+@dataclass
+class Mistake:
+    first: Callable[[Any, Tensor], Any]  # what the first member starts, on a buffer of 40,000 floats
+    others: Callable[[Any, Tensor], Any]
+    said: str
+
+
+MISTAKES = {
+    "other collective": Mistake(
+        lambda carrier, tensor: carrier.all_reduce(tensor[:20_000]),
+        lambda carrier, tensor: carrier.broadcast(tensor[:20_000], 2),
+        r"^members have started different collectives at once \(worker 0: an all-reduce of 20000 float32, worker 2: a "
+        r"broadcast of 20000 float32 with root 2\); all members must start the same ones in the same order$",
+    ),
+    "other collective, small": Mistake(
+        lambda carrier, tensor: carrier.all_reduce(tensor[:16]),
+        lambda carrier, tensor: carrier.barrier(),
+        r"worker 0: an all-reduce of 16 float32, worker 2: a barrier\)",
+    ),
+    "other size": Mistake(
+        lambda carrier, tensor: carrier.all_reduce(tensor[:20_000]),
+        lambda carrier, tensor: carrier.all_reduce(tensor),
+        r"in the number of elements of their all-reduce \(worker 0: 20000, worker 2: 40000\)",
+    ),
+    "other size, small": Mistake(
+        lambda carrier, tensor: carrier.all_reduce(tensor[:16]),
+        lambda carrier, tensor: carrier.all_reduce(tensor),
+        r"in the number of elements of their all-reduce \(worker 0: 16, worker 2: 40000\)",
+    ),
+    "other root": Mistake(
+        lambda carrier, tensor: carrier.broadcast(tensor, 0),
+        lambda carrier, tensor: carrier.broadcast(tensor, 2),
+        r"worker 0: a broadcast of 40000 float32 with root 0, worker 2: a broadcast of 40000 float32 with root 2\)",
+    ),
+    "other type": Mistake(
+        lambda carrier, tensor: carrier.all_gather(torch.ones(3)),
+        lambda carrier, tensor: carrier.all_gather(torch.ones(3, dtype=torch.int32)),
+        r"worker 0: an all-gather of 3 float32, worker 2: an all-gather of 3 int32\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_members_that_start_different_collectives_in_shared_memory_are_told(mistake: str) -> None:
+    given = MISTAKES[mistake]
+    with group("shared", RANKS[:2]) as g:
+
+        def program(carrier: Any) -> None:
+            tensor = g.buffer("b", carrier.rank, np.full(40_000, carrier.rank, np.float32))
+            carrier.all_reduce(tensor[:16]).wait()
+            carrier.all_reduce(tensor[:16]).wait()
+            before = tensor.clone()
+            with pytest.raises((UnequalCalls, UnequalSizes), match=given.said):
+                (given.first if carrier.index == 0 else given.others)(carrier, tensor).wait()
+            assert torch.equal(tensor, before)
+
+        g.run(program)
+
+
+@pytest.mark.parametrize("ahead", [1, 15, 16, 40])
+def test_members_may_be_ahead_by_many_collectives(ahead: int) -> None:
+    """What an operation was may not be known any more when a member comes to it."""
+    with group("shared", RANKS[:2]) as g:
+        started = threading.Event()
+
+        def program(carrier: Any) -> list[float]:
+            tensors = [g.buffer(f"b{n}", carrier.rank, np.full(20_000 + n, 1, np.float32)) for n in range(ahead + 1)]
+            if carrier.index:
+                started.wait(10)
+            handles = [carrier.all_reduce(tensor) for tensor in tensors]
+            started.set()
+            for handle in handles:
+                handle.wait()
+            return [float(tensor.unique()) for tensor in tensors]
+
+        assert list(g.run(program).values()) == [[2.0] * (ahead + 1)] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_members_that_start_different_collectives_by_messages_do_not_mix_them_up(kind: str) -> None:
+    with group(kind, RANKS[:2], timeout=0.5) as g:
+
+        def program(carrier: Any) -> str:
+            tensor = torch.full((16,), float(carrier.rank))
+            with pytest.raises(WaitedTooLong) as caught:
+                (carrier.all_reduce(tensor) if carrier.index == 0 else carrier.all_gather(tensor)).wait()
+            assert float(tensor.unique()) == carrier.rank
+            return str(caught.value)
+
+        said = list(g.run(program).values())
+        assert "all-reduce" in said[0] and "all-gather" in said[1]
+
+        def types(carrier: Any) -> None:
+            dtype = torch.float32 if carrier.index == 0 else torch.int32
+            with pytest.raises(
+                UnequalCalls, match=r"worker 0: an all-gather of float32, worker 2: an all-gather of int32"
+            ):
+                carrier.all_gather(torch.ones(16, dtype=dtype)).wait()
+
+        g.regroup(2, RANKS[:2])
+        g.run(types)

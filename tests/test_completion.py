@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from torrential import completion
-from torrential.config import LocalSettings, Recipe
+from torrential.config import Compression, LocalSettings, Recipe
 from torrential.listeners.loggers import LOGGERS
 from torrential.strategies import STRATEGIES
 from torrential.worlds.sim.cluster import read_cluster
@@ -35,13 +35,16 @@ main()
         ("torrential train digits --device c", ["cpu", "cuda"]),
         ("torrential train digits --cluster l", ["laptop"]),
         ("torrential train digits --log tensorboard,w", ["tensorboard,wandb"]),
-        ("torrential train digits --set a", ["accumulate=", "algorithm="]),
-        ("torrential train digits --set tra", ["transport="]),
+        ("torrential train digits --set a", ["accumulate=", "algorithm=", "authority="]),
+        ("torrential train digits --set tra", ["trace=", "transport="]),
         ("torrential train digits --world sim --set tra", ["trace="]),
-        ("torrential train digits --strategy ssp --set st", ["staleness="]),
+        ("torrential train digits --strategy ssp --set st", ["stages=", "staleness="]),
         ("torrential train digits --strategy ssp --set al", []),
         ("torrential strategies do", ["downpour"]),
-        ("torrential compare digits --strategies allreduce,s", ["allreduce,sandblaster", "allreduce,ssp"]),
+        (
+            "torrential compare digits --strategies allreduce,s",
+            ["allreduce,sandblaster", "allreduce,ssp", "allreduce,streaming"],
+        ),
         ("torrential compare digits --set push", ["push_every="]),
     ],
 )
@@ -68,7 +71,8 @@ def test_what_is_offered_after_set_is_all_that_can_be_set() -> None:
 
     offered = {name.removesuffix("=") for name in completion.settings(Typed(), "")}  # type: ignore[arg-type]
     own = {name for kind in STRATEGIES.values() for name in kind.__struct_fields__}
-    assert offered == own | {*LocalSettings.__struct_fields__, *Recipe.__struct_fields__}
+    common = {*LocalSettings.__struct_fields__, *Recipe.__struct_fields__, *Compression.__struct_fields__}
+    assert offered == own | common
 
 
 def test_completion_can_be_installed(tmp_path: object) -> None:

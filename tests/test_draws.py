@@ -172,8 +172,9 @@ class Telling(TensorDataset):
 
 
 @pytest.mark.parametrize(
-    "strategy", [name for name, k in STRATEGIES.items() if "sim" in k.worlds and k.part is tt.Strategy.part]
-)
+    "strategy",
+    [name for name, k in STRATEGIES.items() if "sim" in k.worlds and k().has_whole_model() and name != "fedavg"],
+)  # clients of a dead worker are left out
 def test_draws_are_those_of_the_samples_whoever_has_them(strategy: str, tmp_path: Path) -> None:
     """A worker dies, so others take its samples, and steps are done again; another is slow, so leases go round."""
     numbers = torch.arange(200.0)
@@ -188,7 +189,6 @@ def test_draws_are_those_of_the_samples_whoever_has_them(strategy: str, tmp_path
         test=held_out,
         optimizer=tt.optimizer("sgd", lr=1e-6),
         batch_size=BATCH,
-        epochs=EPOCHS,
     )
     cluster = {
         "compute": {"seconds_per_sample": 1e-3, "spread": "lognormal"},
@@ -196,7 +196,7 @@ def test_draws_are_those_of_the_samples_whoever_has_them(strategy: str, tmp_path
         "faults": [{"kind": "crash", "worker": 1, "at": 0.05, "lasts": 0.05}],
         "detection": 0.01,
     }
-    result = train(tmp_path / "run", "sim", strategy, 3, task, cluster=cluster)
+    result = train(tmp_path / "run", "sim", strategy, 3, task, epochs=EPOCHS, cluster=cluster)
     assert result.summary.samples == EPOCHS * 200 and result.summary.events > 0
     orders = [order(200, 0, epoch).tolist() for epoch in range(EPOCHS)]
     asked = [what for what in data.asked if what[0] != [0, 1]]  # that one is tried before the run

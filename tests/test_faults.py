@@ -154,7 +154,7 @@ def test_a_killed_worker_costs_nothing_but_its_hands(
     start: Callable[..., Run], case: int, task: str, workers: int, options: list[str]
 ) -> None:
     moment = random.Random(case)
-    epochs = 20 if task == "digits-mlp" else 4
+    epochs = 20 if task == "digits-mlp" else 10
     sets = [word for option in options for word in ("--set", option)]
     run = start(task, "--workers", workers, "--epochs", epochs, *sets)
     run.until_training(moment.randrange(1, 40))
@@ -456,14 +456,15 @@ def evaluated(run: Run) -> int:
 def test_a_role_that_dies_before_its_first_word_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by an attacker: the replacement joined the processes that were being gone through."""
     who = [Who(address_of("server", 0), life) for life in (0, 1)]
+    host: Any = SimpleNamespace(number=0)
     supervision = object.__new__(_Supervision)
-    supervision._statuses = {}
-    supervision._crew = SimpleNamespace(processes={who[0]: Process(who[0], pid=7)})  # type: ignore[assignment]
+    supervision._statuses, supervision._closed = {}, {}
+    supervision._crew = SimpleNamespace(processes={who[0]: Process(who[0], host)})  # type: ignore[assignment]
 
     def replace(self: _Supervision, process: Process, how: Any) -> None:
         assert (process.who, how) == (who[0], "was ended by SIGKILL")
-        self._crew.processes[who[1]] = Process(who[1], pid=8)
+        self._crew.processes[who[1]] = Process(who[1], host)
 
     monkeypatch.setattr(_Supervision, "_lost", replace)
-    supervision._ended(7, -signal.SIGKILL)
+    supervision._ended(who[0], -signal.SIGKILL)
     assert list(supervision._crew.processes) == who

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_letters import TOKEN, Correspondents
+from test_letters import SECRET, Correspondents
 
 from torrential.comm.frames import Frames, frame, reader_of
 from torrential.comm.post import Contact, Post
@@ -44,7 +44,7 @@ class Mail:
 class Scene(Correspondents):
     def __init__(self) -> None:
         super().__init__("tcp")
-        self.other = Post(SERVERS + 1, 0, f"unix:@torrential-{secrets.token_hex(8)}", TOKEN, Message)
+        self.other = Post(SERVERS + 1, 0, f"unix:@torrential-{secrets.token_hex(8)}", SECRET, Message)
         self.posts.append(self.other)
         contacts = {SERVERS + i: Contact(p.where, 0) for i, p in enumerate((self.server, self.other))}
         self.worker.know(contacts)

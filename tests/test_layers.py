@@ -16,6 +16,7 @@ LAYERS = [
         "records",
         "optimizers",
         "schedulers",
+        "partitions",
         "task",
         "step",
         "config",
@@ -26,9 +27,9 @@ LAYERS = [
     }
     | {"randomness"}
     | {"descriptors", "files", "fused", "locks", "processes", "search_path", "streams"},
-    {"data", "optim", "shipping", "tasks", "userfiles"},
+    {"data", "optim", "compression", "shipping", "tasks", "userfiles"},
     {"comm"},
-    {"params", "server", "membership", "stages"},
+    {"params", "server", "membership", "stages", "splits", "compute"},
     {"strategies"},
     {"checkpoint", "trainer", "loop"},
     {
@@ -48,7 +49,15 @@ LAYERS = [
     {"study", "bench", "testing", "stages_command"},
     {"reporting", "cli", "__main__"},
 ]
-SHARED = {"base", "context", "roles", "portioned"}  # files of strategies/ that strategies may import
+SHARED = {
+    "base",
+    "context",
+    "roles",
+    "portioned",
+    "averaging",
+    "parameter_server",
+    "staged",
+}  # files of strategies/ that strategies may import
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 

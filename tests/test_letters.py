@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
-import queue
 import random
 import secrets
 import signal
@@ -26,10 +26,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from torrential.comm import wire
+from torrential.comm import handshake, stream, wire
+from torrential.comm.authority import Authority
 from torrential.comm.frames import Frames, TensorHeader, frame, reader_of
 from torrential.comm.post import Contact, Greeting, Post, Posted
 from torrential.comm.protocol import SERVERS, Letter
+from torrential.comm.tls import Tls
 from torrential.config import LocalSettings, RunConfig, SimSettings
 from torrential.errors import RunFailed, WaitedTooLong
 from torrential.records import Event, Record
@@ -41,33 +43,28 @@ from torrential.strategies.context import Context
 from torrential.strategies.roles import Role, Roles, Servers
 from torrential.task import Task
 from torrential.worlds.base import Job
-from torrential.worlds.local import messages as m
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.link import Buffers
+from torrential.worlds.local.orders import BufferRefused, Granted
 from torrential.worlds.local.registry import Registry
 from torrential.worlds.local.supervisor import LocalWorld
 from torrential.worlds.sim.cluster import make_cluster
 from torrential.worlds.sim.world import SimWorld
 
-KINDS = ("shared", "unix", "tcp")
-TOKEN = secrets.token_bytes(wire.TOKEN_BYTES)
+KINDS = ("shared", "unix", "tcp", "tls")
+AUTHORITY = Authority()
+SECRET = secrets.token_bytes(handshake.SECRET_BYTES)
 FUZZED = int(os.environ.get("TORRENTIAL_FUZZED_FRAMES", 4000))
 
 
 class ToRegistry:
-    """A link to a supervisor that does nothing but hand out buffers."""
+    """A link to an agent in this process."""
 
     def __init__(self, registry: Registry) -> None:
-        self._registry, self._answers = registry, queue.SimpleQueue[Any]()
+        self._registry = registry
 
-    def box(self, *kinds: type) -> Any:
-        return self._answers
-
-    def send(self, wanted: m.BufferWanted) -> None:
-        granted = self._registry.grant(wanted.key, wanted.size)
-        refused = isinstance(granted, str)
-        answer = m.BufferRefused(wanted.key, granted) if refused else m.Granted(wanted.key, os.getpid(), granted)
-        self._answers.put((answer, []))
+    def ask(self, key: str, size: int) -> Granted | BufferRefused:
+        return self._registry.grant(key, size)
 
 
 class Correspondents:
@@ -79,8 +76,9 @@ class Correspondents:
         self.posts: list[Post] = []
         self.buffers: list[Buffers] = []
         for address in (0, SERVERS):
-            where = "tcp:127.0.0.1:0" if kind == "tcp" else f"{name}-{address}"
-            post = Post(address, 0, where, TOKEN, Message)
+            where = "tcp:127.0.0.1:0" if kind in ("tcp", "tls") else f"{name}-{address}"
+            tls = Tls(AUTHORITY.identity(f"role {address}")) if kind == "tls" else None
+            post = Post(address, 0, where, SECRET, Message, tls)
             self.buffers.append(Buffers(ToRegistry(self.registry), address))
             if kind == "shared":
                 post.memory = self.buffers[-1]
@@ -176,7 +174,7 @@ def test_registered_memory_is_read_where_it_lies_and_other_memory_is_not(kind: s
 def test_what_was_received_can_be_passed_on_by_reference() -> None:
     """A gradient goes from the worker to the head and from there to its replica, and is copied by nobody."""
     with correspondents("shared") as c:
-        third = Post(SERVERS + 1, 0, f"unix:@torrential-{secrets.token_hex(8)}", TOKEN, Message)
+        third = Post(SERVERS + 1, 0, f"unix:@torrential-{secrets.token_hex(8)}", SECRET, Message)
         c.posts.append(third)
         third.memory = Buffers(ToRegistry(c.registry), SERVERS + 1)
         c.server.know({SERVERS + 1: Contact(third.where, 0)})
@@ -242,7 +240,7 @@ def test_a_letter_for_nobody_is_lost_without_a_word() -> None:
 
 def test_letters_of_one_whose_place_another_has_taken_are_not_delivered() -> None:
     with correspondents("unix") as c:
-        reborn = Post(0, 1, f"unix:@torrential-{secrets.token_hex(8)}", TOKEN, Message)
+        reborn = Post(0, 1, f"unix:@torrential-{secrets.token_hex(8)}", SECRET, Message)
         c.posts.append(reborn)
         reborn.know({SERVERS: Contact(c.server.where, 0)})
         c.worker.post(SERVERS, pull(1), [])
@@ -279,22 +277,40 @@ def packed(header: Any) -> bytes:
 
 GREETING = packed([{"type": "Greeting", "address": 7, "life": 0}, []])
 PULL = {"type": "Pull", "seq": 1, "clock": 0, "view": 1, "spans": []}
-STRANGERS = {
-    "wrong token": bytes(wire.TOKEN_BYTES) + GREETING,
-    "almost the token": TOKEN[:-1] + bytes([TOKEN[-1] ^ 1]) + GREETING,
-    "short token": TOKEN[:10],
-    "garbage": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(500),
-    "garbage after the token": TOKEN + struct.pack("<I", 100) + b"\xc1" * 100,
-    "oversized header": TOKEN + struct.pack("<I", wire.MAX_HEADER + 1) + b"x" * 1000,
-    "empty header": TOKEN + struct.pack("<I", 0),
-    "header cut short": TOKEN + GREETING[:-3],
-    "no greeting": TOKEN + packed([PULL, []]),
-    "unknown message": TOKEN + packed([{"type": "Exec"}, []]),
-    "wrong types": TOKEN + packed([{"type": "Greeting", "address": "seven", "life": 0}, []]),
+
+
+def opening(post: Post, greeting: bytes | None = None, secret: bytes = SECRET) -> bytes:
+    """What a caller says first to this post."""
+    said = msgspec.msgpack.encode(Greeting(7, 0)) if greeting is None else greeting
+    return handshake.opening(secret, bytes.fromhex(post.where.partition("?")[2]), said).words
+
+
+LENGTH_AT = handshake.HEAD_BYTES - handshake.LENGTH.size
+
+
+def lengthened(words: bytes, length: int) -> bytes:
+    return words[:LENGTH_AT] + handshake.LENGTH.pack(length) + words[handshake.HEAD_BYTES :]
+
+
+STRANGERS: dict[str, Callable[[Post], bytes]] = {
+    "wrong secret": lambda post: opening(post, secret=bytes(32)),
+    "almost the secret": lambda post: opening(post, secret=SECRET[:-1] + bytes([SECRET[-1] ^ 1])),
+    "the secret itself": lambda post: SECRET + GREETING,
+    "another listener's challenge": lambda post: handshake.opening(SECRET, bytes(16), GREETING).words,
+    "a listener's own answer": lambda post: opening(post)[:16] + handshake.opening(SECRET, bytes(16), GREETING).answer,
+    "cut short": lambda post: opening(post)[:10],
+    "greeting cut short": lambda post: opening(post)[:-3],
+    "garbage": lambda post: b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(500),
+    "garbage that was proved": lambda post: opening(post, b"\xc1" * 100),
+    "oversized greeting": lambda post: lengthened(opening(post), handshake.MAX_GREETING + 1) + bytes(5000),
+    "empty greeting": lambda post: lengthened(opening(post), 0),
+    "no greeting": lambda post: opening(post, msgspec.msgpack.encode(PULL)),
+    "unknown message": lambda post: opening(post, msgspec.msgpack.encode({"type": "Exec"})),
+    "wrong types": lambda post: opening(post, msgspec.msgpack.encode({"type": "Greeting", "address": "7", "life": 0})),
 }
 NONSENSE = {
     "garbage": b"\x05\x00\x00\x00" + b"\xff" * 5,
-    "second greeting": GREETING,
+    "a greeting": GREETING,
     "impossible tensor": packed([PULL, [["float32", [1 << 41], "", 0]]]),
     "more than there is": packed([PULL, [["float32", [1 << 39], "", 0]]]),
     "negative tensor": packed([PULL, [["float32", [-1], "", 0]]]),
@@ -311,7 +327,7 @@ NONSENSE = {
 
 
 def call(address: str) -> socket.socket:
-    family, where = wire.parse(address)
+    family, where = stream.parse(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.settimeout(10)
     sock.connect(where)
@@ -339,7 +355,7 @@ def test_strangers_are_dropped_and_counted_and_nobody_else_notices(kind: str) ->
         assert expect(c.server).message.seq == 1
         for number, (name, words) in enumerate(STRANGERS.items(), start=1):
             with call(c.server.where) as sock:
-                say(sock, words)
+                say(sock, words(c.server))
                 until(c.server, lambda number=number: c.server.strangers == number)
             assert len(c.server._lines) == 1, name
         c.worker.post(SERVERS, pull(2), [torch.ones(5)])
@@ -352,7 +368,7 @@ def test_a_peer_that_talks_nonsense_is_dropped_and_the_others_are_not(name: str)
         c.buffers[0].get("values", 10, torch.float32, 0)
         c.worker.post(SERVERS, pull(1), [])
         assert expect(c.server).message.seq == 1
-        sock.sendall(TOKEN + GREETING + packed([PULL, []]))
+        sock.sendall(opening(c.server) + packed([PULL, []]))
         assert expect(c.server) == Letter(7, pull(1), [])
         say(sock, NONSENSE[name])
         until(c.server, lambda: len(c.server._lines) == 1)
@@ -362,9 +378,9 @@ def test_a_peer_that_talks_nonsense_is_dropped_and_the_others_are_not(name: str)
 
 
 def test_silent_strangers_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr(stream, "HANDSHAKE_SECONDS", 0.05)
     with correspondents("unix") as c, call(c.server.where), call(c.server.where) as slow:
-        slow.sendall(TOKEN)
+        slow.sendall(opening(c.server)[:-1])
         until(c.server, lambda: c.server.strangers == 2)
         assert not c.server._lines
 
@@ -400,7 +416,6 @@ def test_no_mutation_of_a_frame_does_more_than_close_the_connection() -> None:
         values = memory.get("values", 5000, torch.float32, 0)
         letters: list[tuple[Any, list[torch.Tensor]]] = [
             (pull(3), []),
-            (Greeting(4, 0), []),
             (Push(seq=4, clock=1, view=2, spans=((0, 100),), lr=0.1, used=(1, 2)), [values[:100]]),
             (Put(seq=5, clock=1, view=2, spans=((0, 9), (20, 29))), [torch.ones(9), torch.ones(3, 3)]),
             (Add(seq=6, clock=1, view=2, spans=((0, 9),), keys=True), [torch.ones(9), torch.arange(9)]),
@@ -414,7 +429,7 @@ def test_no_mutation_of_a_frame_does_more_than_close_the_connection() -> None:
             (View(3, (0, 1), (Range(0, 9, (SERVERS, SERVERS + 1)),)), []),
         ]
         valid = [b"".join(frame(message, tensors, memory)[0]) for message, tensors in letters]
-        decoder = reader_of(Greeting | Message)
+        decoder = reader_of(Message)
         chance = random.Random(1)
         counted = {"read": 0, "refused": 0}
         for _ in range(FUZZED):
@@ -664,9 +679,9 @@ def test_servers_end_with_a_killed_supervisor() -> None:
 
 def test_whoever_was_not_read_from_for_long_is_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     """A role computes for longer than a handshake may take; what has come meanwhile has come in time."""
-    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.05)
-    token, name = secrets.token_bytes(wire.TOKEN_BYTES), secrets.token_hex(8)
-    near, far = (Post(i, 0, f"unix:@torrential-{name}-{i}", token, Message) for i in (0, 1))
+    monkeypatch.setattr(stream, "HANDSHAKE_SECONDS", 0.05)
+    name = secrets.token_hex(8)
+    near, far = (Post(i, 0, f"unix:@torrential-{name}-{i}", SECRET, Message) for i in (0, 1))
     try:
         near.know({1: Contact(far.where, 0)})
         near.post(1, Done(seq=1), ())
@@ -683,3 +698,32 @@ def test_a_letter_that_nobody_takes_names_the_role_and_no_address():
     posted = Posted(SERVERS + 1, SimpleNamespace(pause=time.sleep))
     with pytest.raises(WaitedTooLong, match=r"^waited 0\.0 s for server 1 \(to take a letter\)$"):
         posted.wait(0.01)
+
+
+def test_what_nobody_has_registered_cannot_be_looked_at() -> None:
+    """A new buffer has zeros in it: an observer that was on another host than a snapshot evaluated those."""
+    with correspondents("shared") as c:
+        owner, reader = c.buffers
+        with pytest.raises(RunFailed, match=r"nobody has registered a buffer 'snapshot0/values#0'"):
+            reader.existing("snapshot0/values", 3, torch.float32, 0)
+        owner.get("snapshot0/values", 3, torch.float32, 0).fill_(2)
+        assert reader.existing("snapshot0/values", 3, torch.float32, 0).tolist() == [2, 2, 2]
+        other = Buffers(ToRegistry(c.registry), 5)
+        with pytest.raises(RunFailed, match=r"has 3 elements where 4 were expected"):
+            other.existing("snapshot0/values", 4, torch.float32, 0)
+
+
+def test_a_peer_that_answers_no_call_holds_up_nobody() -> None:
+    """As of a host that is lost: the queue of a listener is full, so nothing comes back."""
+    with socket.socket() as full, contextlib.ExitStack() as stack, correspondents("tcp") as c:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        assert waiting.connect_ex(full.getsockname()) == errno.EALREADY
+        where = f"{stream.tcp_address(*full.getsockname())}?{bytes(16).hex()}"
+        c.worker.know({SERVERS: Contact(where, 0)})
+        posted = c.worker.post(SERVERS, pull(1), [torch.ones(1000)])
+        assert not posted.done() and c.worker._lines  # it goes on being connected

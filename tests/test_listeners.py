@@ -229,7 +229,7 @@ def slow_task(epochs: int) -> tt.Task:
     return dataclasses.replace(task, train=Slow(*task.train.tensors), epochs=epochs)
 
 
-SIMULATED = [(n, "sim") for n, k in STRATEGIES.items() if "sim" in k.worlds and k.part is tt.Strategy.part]
+SIMULATED = [(n, "sim") for n, k in STRATEGIES.items() if "sim" in k.worlds and k().has_whole_model()]
 
 
 @pytest.mark.timeout(120)  # a busy machine lets a thread wait for its turn

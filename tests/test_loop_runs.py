@@ -349,6 +349,34 @@ STEP = "    model(x).pow(2).mean().backward()\n    optimizer.step()\n"
         ),
         (PREPARED + "for x, _ in loader:\n    optimizer.step(lambda: 1)", RunFailed, "was given a closure"),
         (
+            HEAD + "model(data[:4][0]).mean().backward()\noptimizer.step()\n"
+            "model, optimizer, loader = run.prepare(model, optimizer, loader)\nnext(iter(loader))\n",
+            BadInput,
+            r"SGD has state already \(momentum_buffer of weight, from steps or load_state_dict\), and a run begins",
+        ),
+        (
+            PREPARED + "for x, _ in loader:\n" + STEP + "    optimizer.load_state_dict({})",
+            RunFailed,
+            "load_state_dict was called in a launched script, where the run keeps the state; leave it out",
+        ),
+        (
+            PREPARED
+            + "from types import SimpleNamespace\n"
+            + "odd = SimpleNamespace(state_dict=lambda: {'where': Path('.')}, load_state_dict=print)\n"
+            + "run.save(odd=odd)\nfor x, _ in loader:\n"
+            + STEP,
+            RunFailed,
+            r"the state of 'odd' holds a pathlib.\w+, which no checkpoint can hold",
+        ),
+        (
+            PREPARED
+            + "for x, _ in loader:\n"
+            + STEP
+            + "    optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(1))]})",
+            RunFailed,
+            r"another parameter group \(there were 1, now 2\)",
+        ),
+        (
             PREPARED + "for x, _ in loader:\n" + STEP + "    if run.rank: raise ValueError('here')",
             WorkerFailed,
             r"worker 1 failed.*ValueError: here \(.*script.py:18\)",
@@ -385,6 +413,59 @@ def test_what_is_wrong_with_a_script_is_said_in_one_line(tmp_path, source, error
     with pytest.raises(error, match=said) as raised:
         launch(tmp_path, source)
     assert "\n" not in str(raised.value)
+
+
+SCALED = (
+    HEAD.replace("momentum=0.5", "fused=sys.argv[1] == 'fused'").replace("shuffle=True", "shuffle=False")
+    + """
+import numpy as np
+model, optimizer, loader = run.prepare(model, optimizer, loader)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
+for epoch in run.epochs(int(sys.argv[3])):
+    optimizer.param_groups[0]["lr"] = np.interp(epoch, [0, 2], [0.05, 0.03])
+    for x, _ in loader:
+        optimizer.zero_grad()
+        scaler.scale(model(x).pow(2).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+assert not optimizer.state_dict()["state"] or not type(run).__name__.startswith("Worker")
+torch.save(model.state_dict(), sys.argv[2])
+"""
+)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_scaled_gradients_are_unscaled_before_a_step(tmp_path, kind, monkeypatch):
+    """Also after a resume, with rates that are numpy's."""
+    monkeypatch.setattr("sys.argv", ["script.py", kind, str(tmp_path / "alone.pt"), "3"])
+    exec(compile(SCALED, "script.py", "exec"), {"__name__": "__main__"})
+    there = str(tmp_path / "launched.pt")
+    launch(tmp_path, SCALED, workers=1, args=[kind, there, "2"])
+    launch(tmp_path, SCALED, workers=1, args=[kind, there, "3"], resume=tmp_path / "run", epochs=3)
+    alone, found = torch.load(tmp_path / "alone.pt"), torch.load(there)
+    for name, value in alone.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+ADDING_UP = (
+    PREPARED
+    + """
+import time
+for number, (x, _) in enumerate(loader):
+    if run.rank == 1: time.sleep(2)
+    model(x).pow(2).mean().backward()
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+print(f"worker {run.rank} had {0 if not len(loader) else number + 1}")
+"""
+)
+
+
+def test_a_slow_worker_with_too_few_batches_for_a_step_is_no_failure(tmp_path):
+    result = launch(tmp_path, ADDING_UP, "downpour", servers=1, epochs=1)
+    taken = Counter(record.worker for record in result.history if isinstance(record, Step) and record.samples)
+    assert result.summary.samples == 61 and taken[0]
 
 
 LEAVING = (

@@ -6,10 +6,11 @@ import itertools
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,7 +26,9 @@ from examples.map_reduce_logistic import gradient_descent, newton
 from tests.killing import Killing
 from torrential.data.ordered_sum import Block, OrderedSum
 from torrential.errors import BadInput, RunFailed
+from torrential.opening import resume_run
 from torrential.records import Event, Work
+from torrential.worlds.failure import resuming
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -196,6 +199,32 @@ def test_sums_are_made_in_float64(sim: Simulated) -> None:
     assert found.dtype == torch.float64
 
 
+HUGE = 1 << 62
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.tensor([1, HUGE]), np.array([1, HUGE]), np.int64(HUGE), -3 * HUGE // 2, HUGE],
+    ids=["tensor", "array", "numpy's number", "a negative number", "a number"],
+)
+def test_whole_numbers_beyond_64_bits_are_refused(sim: Simulated, value: Any) -> None:
+    with pytest.raises(BadInput, match="beyond 64 bits"):
+        tt.map_reduce(X, lambda rows: {"n": value}, **sim())
+
+
+def test_numbers_without_a_sign_beyond_63_bits_are_refused(sim: Simulated) -> None:
+    for value in (np.uint64(2 * HUGE), np.array([2 * HUGE], np.uint64), torch.tensor(2 * HUGE, dtype=torch.uint64)):
+        with pytest.raises(BadInput, match="beyond 64 bits"):
+            tt.map_reduce(X, lambda rows, value=value: value, **sim())  # type: ignore[misc]
+
+
+def test_every_sum_of_whole_numbers_is_looked_at(sim: Simulated) -> None:
+    with pytest.raises(RunFailed, match="beyond 64 bits"):
+        tt.map_reduce(X, lambda rows: torch.tensor(HUGE // 16), **sim())
+    found = tt.map_reduce(X, lambda rows: torch.tensor([HUGE // 32 - 1, -HUGE // 32]), **sim())
+    assert found.value.tolist() == [64 * (HUGE // 32 - 1), -2 * HUGE]
+
+
 BUFFER = torch.zeros(COLUMNS, COLUMNS, dtype=torch.float64)
 
 
@@ -214,6 +243,14 @@ def test_statistics_are_copies_and_whole_numbers_do_not_overflow(sim: Simulated)
 def test_a_maximum_is_combined_by_a_function_of_ones_own(sim: Simulated) -> None:
     found = tt.map_reduce(X, lambda rows: rows.amax(0), torch.maximum, **sim())
     assert torch.equal(found.value, X.amax(0))
+
+
+def test_a_combine_of_ones_own_may_keep_texts(sim: Simulated) -> None:
+    def either(one: Any, other: Any) -> Any:
+        return {"unit": one["unit"], "most": max(one["most"], other["most"])}
+
+    found = tt.map_reduce(X, lambda rows: {"unit": "m", "most": float(rows.max())}, either, **sim())
+    assert found.value == {"unit": "m", "most": float(X.max())}
 
 
 def noted(path: Path, part: int) -> Tensor:
@@ -331,6 +368,13 @@ def doubled(rows: Any) -> Any:
     return rows.sum(0)
 
 
+class Pair(NamedTuple):
+    """A tuple whose places have names."""
+
+    total: Any
+    count: int
+
+
 class Frame:
     """As pandas has it."""
 
@@ -361,6 +405,21 @@ def refusals() -> Iterator[tuple[str, Any, str]]:
         "changes what it was",
     )
     yield "numpy in place", lambda how: tt.map_reduce(X.numpy(), doubled, **how), "read-only"
+    yield (
+        "text",
+        lambda how: tt.map_reduce(X, lambda rows: {"s": rows.sum(0), "unit": "m"}, **how),
+        r"has a text in \['unit'\], which cannot be added",
+    )
+    yield (
+        "a None",
+        lambda how: tt.map_reduce(X, lambda rows: [rows.sum(0), None], **how),
+        r"has None in \[1\], which cannot be added",
+    )
+    yield (
+        "a named tuple",
+        lambda how: tt.map_reduce(X, lambda rows: Pair(rows.sum(0), 1), **how),
+        r"given: Pair\(float64\[6\], int\), a tuple of its own class",
+    )
     yield "a set", lambda how: tt.map_reduce(X, lambda rows: {1, 2}, **how), "may be made of dicts"
     yield (
         "raises",
@@ -386,6 +445,65 @@ def test_a_statistic_that_changes_its_shape_is_named(sim: Simulated, workers: in
         tt.map_reduce(X, odd, **sim(workers))
 
 
+@dataclass
+class Columns:
+    """Rows that are neither an array nor a nest."""
+
+    x: Any
+
+
+def read_columns() -> Columns:
+    return Columns(np.arange(8.0))
+
+
+def writes() -> Iterator[tuple[str, Any, Callable[[Any, Any], Any]]]:
+    yield "numpy of a tensor", X.clone(), lambda rows, now: np.subtract(rows.numpy(), 1.0, out=rows.numpy())
+    yield "tensor of an array", X.numpy().copy(), lambda rows, now: torch.from_numpy(rows).sub_(1.0)
+    yield "data of a tensor", X.clone(), lambda rows, now: rows.data.sub_(1.0)
+    yield "its order", X.clone(), lambda rows, now: rows.numpy().sort(axis=0)
+    yield "columns of a matrix", X.clone().T.contiguous().T, lambda rows, now: rows.data.sub_(1.0)
+    yield "half precision", X.bfloat16(), lambda rows, now: rows.data[-1].sub_(1.0)
+    yield "a dataclass", [read_columns] * 8, lambda rows, now: np.subtract(rows.x, 1.0, out=rows.x)
+    yield "a sparse matrix", scipy.sparse.csr_matrix(X.numpy()), lambda rows, now: rows.data.sort()
+    yield "the estimate", X, lambda rows, now: now.data.add_(1.0)
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+@pytest.mark.parametrize(("data", "write"), [pytest.param(d, w, id=name) for name, d, w in writes()])
+def test_writes_that_leave_no_other_trace_are_seen(sim: Simulated, data: Any, write: Callable[[Any, Any], Any]) -> None:
+    def writing(rows: Any, now: Tensor) -> float:
+        write(rows, now)
+        return 1.0
+
+    with pytest.raises(BadInput, match="the statistic changes what it was given in place"):
+        tt.map_reduce(data, writing, finish=lambda t, now: now, start=torch.zeros(()), rounds=3, **sim())
+
+
+def test_containers_of_rows_and_estimates_may_be_changed(sim: Simulated) -> None:
+    def replacing(rows: Any, now: Any) -> Tensor:
+        rows["x"] = rows["x"] - 1.0
+        return rows.pop("x").sum(0) + now.pop()
+
+    def as_before(total: Any, now: Any) -> tt.Estimate:
+        return tt.Estimate(now, objective=float(total.sum()))
+
+    parts = [partial(dict, x=X[part : part + 8]) for part in range(0, 64, 8)]
+    found = tt.map_reduce(parts, replacing, finish=as_before, start=[0.0], rounds=3, **sim())
+    losses = [r.loss for r in found.history if type(r).__name__ == "Step" and r.loss == r.loss]
+    assert losses == [pytest.approx(float((X[:64] - 1).sum()))] * 3
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_write_into_later_rows_is_seen_by_their_worker(sim: Simulated, workers: int) -> None:
+    def writing(rows: Tensor) -> Tensor:
+        if float(rows[0, 0]) == float(X[64, 0]):
+            rows.data.sub_(1.0)
+        return rows.sum(0)
+
+    with pytest.raises(RunFailed, match="the statistic changes what it was given in place"):
+        tt.map_reduce(X.clone(), writing, **sim(workers))
+
+
 def test_an_estimate_that_is_not_finite_is_refused(sim: Simulated) -> None:
     with pytest.raises(RunFailed, match=r"ended with a number that is not finite \(in estimate\['value'\]"):
         tt.map_reduce(X, total, finish=lambda t: t / 0, **sim())
@@ -409,10 +527,26 @@ def test_functions_may_change_estimates_of_their_own(sim: Simulated) -> None:
     assert torch.allclose(found.value, 2 * X.sum(0)) and not start.any()
 
 
+def test_a_run_that_failed_says_how_to_go_on(tmp_path: Path) -> None:
+    tt.map_reduce(X, total, out=tmp_path / "run", progress=False)
+    assert resuming(tmp_path / "run") == f"go on with: tt.map_reduce(..., resume='{tmp_path / 'run'}')"
+
+
 def test_a_run_is_not_resumed_with_other_portions(tmp_path: Path) -> None:
     tt.map_reduce(X, total, out=tmp_path / "run", world="sim", progress=False)
     with pytest.raises(BadInput, match="the options of MapReduce have changed"):
         tt.map_reduce(X, total, portions=7, resume=tmp_path / "run", progress=False)
+
+
+def test_a_run_that_cannot_go_on_speaks_of_rounds_and_rows(sim: Simulated) -> None:
+    how = sim()
+    rounds(**how)
+    with pytest.raises(BadInput, match=r"is finished: it has come to round 6 \(rounds=6\); to go on further, give it"):
+        rounds(resume=how["out"], progress=False)
+    with pytest.raises(BadInput, match=r"the data of .* has changed \(rows: 4096 then, 100 now\); start another"):
+        rounds(X[:100], resume=how["out"], progress=False)
+    with pytest.raises(BadInput, match=r"was made in a program; go on with: tt.map_reduce\(..., resume="):
+        resume_run(how["out"])
 
 
 def test_normal_equations_that_are_none_are_refused() -> None:

@@ -135,6 +135,21 @@ def test_where_a_death_is_news_everybody_is_told_to_begin_at_once() -> None:
         assert roster.view.version == 1 and go.members == [0, 1]
 
 
+# -- several at once ---------------------------------------------------------------------------------------------------
+def test_members_that_are_lost_together_are_one_view_and_one_generation() -> None:
+    """As with their host: server 0 headed what server 1 keeps copies of, and both are gone; the observer is, too."""
+    scene = Scene(4, "regroup", servers=3, replicas=2, replaced=frozenset({"worker"})).begin().agree(5)
+    version, generation = scene.machine.view.version, scene.machine.generation  # type: ignore[union-attr]
+    lost = [scene.newest(address) for address in (OBSERVER, SERVERS, SERVERS + 1, 2, 3)]
+    scene.do("lost_together", lost, "was lost with host 1")
+    rosters = scene.heard(0, m.Roster)
+    assert rosters[-1].view.version == version + 1 and rosters[-2].view.version == version
+    assert rosters[-1].view.workers == (0, 1) and rosters[-1].view.servers() == (SERVERS + 2,)
+    assert scene.heard(0, m.Regroup)[-1] == m.Regroup(generation + 1) and scene.machine.generation == generation + 1
+    assert {who for who in scene.started if who.life} == {Who(address, 1) for address in (OBSERVER, 2, 3)}
+    assert {message.rank for message in scene.heard(OBSERVER, m.Gone)} == {2, 3}
+
+
 # -- deaths of workers that regroup ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("phase", ["called", "one stopped", "all stopped", "one stands", "agreed"])
 def test_a_death_in_any_phase_of_an_agreement_calls_the_next_generation(phase: str) -> None:
@@ -288,6 +303,31 @@ def test_everybody_is_dismissed_when_all_have_left() -> None:
     scene.lose(0)  # it may go
     scene.say(m.Left(0), OBSERVER)
     assert scene.machine.done and "worker_lost" not in names(scene)
+
+
+def test_a_coordinator_that_stays_fails_the_run_once_nothing_comes_of_it() -> None:
+    scene = Scene(2, coordinators=1).begin().agree(-1)
+    scene.say(m.Left(1), 0)
+    scene.now = 100.0
+    scene.do("wake")  # a worker is still there
+    scene.say(m.Left(1), 1)
+    scene.now = 101.0
+    scene.do("wake")  # the view without them
+    assert scene.machine.deadline == 110.0
+    scene.machine.stepped(7)
+    scene.now = 110.0
+    scene.do("wake")
+    assert scene.machine.deadline == 120.0
+    scene.say(m.Delayed(True), COORDINATORS)  # it waits for the observer
+    assert scene.machine.deadline is None
+    scene.now = 125.0
+    scene.say(m.Delayed(False), COORDINATORS)
+    assert scene.machine.deadline == 135.0
+    scene.now = 135.0
+    with pytest.raises(
+        RunFailed, match=r"^coordinator 0 has not left though all workers have, .* for 10 s; .*; go on$"
+    ):
+        scene.do("wake")
 
 
 def test_a_death_calls_back_those_who_had_left() -> None:
@@ -455,10 +495,12 @@ class World:
         self.machine.stepped(max((r.applied for r in self.roles.values()), default=0))
         draw = self.chance.random()
         if deaths and draw < 0.04 and self.roles:
-            who = self.roles.pop(self.chance.choice(sorted(self.roles))).who
-            self.unnoticed.append(who)
+            for _ in range(min(len(self.roles), self.chance.choice((1, 1, 3)))):
+                self.unnoticed.append(self.roles.pop(self.chance.choice(sorted(self.roles))).who)
         elif self.unnoticed and (draw < 0.1 or not self.roles):
-            self.tell("lost", self.unnoticed.pop(0), "fell")
+            together = self.chance.randint(1, len(self.unnoticed))
+            fallen, self.unnoticed = self.unnoticed[:together], self.unnoticed[together:]
+            self.tell(*(("lost", fallen[0]) if together == 1 else ("lost_together", fallen)), "fell")
         elif draw < 0.2:
             self.tell("tick")
         elif self.roles:
@@ -474,7 +516,7 @@ class World:
                 role.act(self.chance)
 
     def tell(self, what: str, *args: Any) -> None:
-        known_dead = args[0] if what == "lost" else None
+        known_dead = {"lost": args[:1], "lost_together": args[0] if args else ()}.get(what, ())
         getattr(self.machine, what)(*args, self.now)
         for action in self.machine.actions():
             match action:
@@ -483,7 +525,7 @@ class World:
                     self.roles[who.address] = Role(who, self)
                     self.machine.greeted(who, f"letters of {who}", self.now)
                 case Tell(to, message):
-                    assert to != known_dead
+                    assert to not in known_dead
                     self.check(to, message)
                     if (role := self.roles.get(to.address)) is not None and role.who == to:
                         role.inbox.append(message)

@@ -28,7 +28,7 @@ from torrential.randomness import DATA, TRAINING, seed_all
 from torrential.records import RECORDS, Evaluation, Step
 from torrential.task import Lengths
 
-NO_STEP = {"pipeline"}  # which needs outputs and targets apart
+NO_STEP = {"pipeline", "pipedream"}  # which needs outputs and targets apart
 
 pytestmark = pytest.mark.timeout(120)
 

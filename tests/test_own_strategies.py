@@ -138,7 +138,25 @@ def test_a_strategys_own_code_that_raises_before_the_run(tmp_path: Path) -> None
 
 # -- names, files, entry points ---------------------------------------------------------------------------------------
 def test_the_table_is_what_it_was() -> None:
-    names = ["allreduce", "bsp", "ssp", "backup", "downpour", "sandblaster", "pipeline", "ddp"]
+    names = [
+        "allreduce",
+        "bsp",
+        "ssp",
+        "backup",
+        "downpour",
+        "local",
+        "adacomm",
+        "diloco",
+        "streaming",
+        "easgd",
+        "fedavg",
+        "hogwild",
+        "sandblaster",
+        "pipeline",
+        "pipedream",
+        "tensor",
+        "ddp",
+    ]
     assert list(registered()) == list(STRATEGIES) == names
     for name, kind in STRATEGIES.items():
         for given in (name, kind, kind()):
@@ -328,8 +346,8 @@ def test_bounds_are_shown(main_here: Any, tmp_path: Path) -> None:  # noqa: F811
 @pytest.mark.parametrize(
     ("field", "owner"),
     [
-        ("timeout", "the worlds local and sim"),
-        ("transport", "the world local"),
+        ("timeout", "the worlds local, hosts and sim"),
+        ("transport", "the worlds local and hosts"),
         ("gradients", "the world sim"),
         ("warmup", "the recipe"),
         ("lr", "the run"),
@@ -348,7 +366,8 @@ def test_a_field_that_is_somebody_elses_is_refused_with_the_class(field: str, ow
 def test_no_two_owners_have_an_option_in_common() -> None:
     own = [name for kind in STRATEGIES.values() for name in kind.__struct_fields__]
     assert [name for name in own if owner_of(name) is not None] == []
-    recipe = {*config.Recipe.__struct_fields__}
+    recipe = {*config.Recipe.__struct_fields__, *config.Compression.__struct_fields__}
+    assert len(recipe) == len(config.Recipe.__struct_fields__) + len(config.Compression.__struct_fields__)
     for kind in WORLDS.values():
         assert not (recipe | RUN) & {*kind.__struct_fields__}
     assert not recipe & RUN
@@ -379,7 +398,6 @@ def test_the_arguments_of_a_run_and_a_study_are_nobodys_options() -> None:
         ),
         ("local", "gradients=off", "gradients needs a simulation; add --world sim"),
         ("local", "processes=1", "processes needs a simulation"),
-        ("local", "trace=true", "trace needs a simulation"),
     ],
 )
 def test_a_world_refuses_the_other_ones_options(world: str, option: str, said: str, refused: Refused) -> None:  # noqa: F811
@@ -611,17 +629,93 @@ class Narrow(tt.Strategy, frozen=True, kw_only=True):
         ctx.rounds(propose, lambda decision: None)
 
 
+class NothingToEvaluate(tt.Strategy, frozen=True, kw_only=True):
+    """Parameters of each worker's own, of which nobody says what model they make."""
+
+    def worker(self, ctx: tt.Context) -> None:
+        ctx.replica.local(own=True)
+
+
+class Unlike(tt.Strategy, frozen=True, kw_only=True):
+    """A tensor that is passed on is taken over as another of as many bytes."""
+
+    def worker(self, ctx: tt.Context) -> None:
+        ctx.replica.local()
+
+        def propose() -> tt.Vote:
+            if ctx.comm.rank == 0:
+                ctx.comm.pass_on(torch.ones(8), 1, "x", room=2).wait()
+            else:
+                ctx.comm.take([4], torch.float64, 0, "x", room=2).wait()
+            return tt.Vote(1.0, ctx.data.share(1).samples)
+
+        ctx.rounds(propose, lambda decision: None)
+
+
+class Reshaped(tt.Strategy, frozen=True, kw_only=True):
+    """A tensor is received into one of another type and shape, of as many elements."""
+
+    def worker(self, ctx: tt.Context) -> None:
+        ctx.replica.local()
+
+        def propose() -> tt.Vote:
+            if ctx.comm.rank == 0:
+                ctx.comm.send(torch.ones(2, 3), 1, "x").wait()
+            else:
+                ctx.comm.recv(torch.empty(3, 2, dtype=torch.int32), 0, "x").wait()
+            return tt.Vote(1.0, ctx.data.share(1).samples)
+
+        ctx.rounds(propose, lambda decision: None)
+
+
+class Outside(tt.Strategy, frozen=True, kw_only=True):
+    """A member asks for a group of others."""
+
+    def worker(self, ctx: tt.Context) -> None:
+        ctx.replica.local()
+
+        def propose() -> tt.Vote:
+            ctx.comm.group([1]).barrier().wait()
+            return tt.Vote(1.0, ctx.data.share(1).samples)
+
+        ctx.rounds(propose, lambda decision: None)
+
+
+class Strange(tt.Strategy, frozen=True, kw_only=True):
+    """A member asks for a group with somebody who is not there."""
+
+    def worker(self, ctx: tt.Context) -> None:
+        ctx.replica.local()
+
+        def propose() -> tt.Vote:
+            ctx.comm.group([0, 1, 5]).barrier().wait()
+            return tt.Vote(1.0, ctx.data.share(1).samples)
+
+        ctx.rounds(propose, lambda decision: None)
+
+
 @pytest.mark.parametrize("world", ["local", "sim"])
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
+        (NothingToEvaluate, r"does not say what model they make; give it a method assembled\(parts\)"),
         (Nothing, r"the program of worker \d returned before the run was finished; .* ctx.leave\(\)"),
         (NoVote, "propose returned None; it must return a tt.Vote"),
         (Astray, r"worker \d exchanges a tensor with worker 7, which is no other member \(\d\)"),
+        (Outside, r"worker 0 asks for a group of workers 1, in which it is not itself; put 0 among them"),
+        (Strange, r"worker \d asks for a group of workers 0, 1, 5, of which 5 is no member; the members are 0, 1;"),
         (Tiny, "samples_per_update of Tiny gives 0"),
         (
             Narrow,
-            r"worker 0 sent a tensor \(tag 'x'\) of 5 elements, and worker 1 receives it into one of 4; make both",
+            r"worker 0 sent a tensor \(tag 'x'\) of float32 \[5\], and worker 1 expects one of float32 \[4\]; make",
+        ),
+        (
+            Unlike,
+            r"worker 0 sent a tensor \(tag 'x'\) of float32 \[8\], and worker 1 expects one of float64 \[4\]; make",
+        ),
+        (
+            Reshaped,
+            r"worker 0 sent a tensor \(tag 'x'\) of float32 \[2, 3\], and worker 1 expects one of int32 \[3, 2\]; make",
         ),
         (Uneven, r"Vote.numbers must be equally many on all members \(2 on worker 0, 3 on worker 1\)"),
     ],
@@ -629,6 +723,29 @@ class Narrow(tt.Strategy, frozen=True, kw_only=True):
 def test_a_mistake_is_said_in_a_line(kind: type[tt.Strategy], said: str, world: str, tmp_path: Path) -> None:
     with pytest.raises(tt.TorrentialError, match=said):
         train(kind(), tmp_path / "run", world, workers=2)
+
+
+class Endless(tt.Strategy, frozen=True, kw_only=True):
+    """The coordinator goes on for ever."""
+
+    def roles(self, workers: int, servers: int) -> tuple[tt.Role, ...]:
+        return tt.Role("worker", workers, self.worker, "regroup"), tt.Role(
+            "coordinator", 1, self.coordinator, "restart"
+        )
+
+    def worker(self, ctx: tt.Context) -> None:
+        ctx.replica.local()
+        ctx.rounds(lambda: tt.Vote(1.0, ctx.data.share(1).samples), lambda decision: None)
+
+    def coordinator(self, ctx: tt.Context) -> None:
+        while True:
+            ctx.comm.receive(1.0)
+
+
+@pytest.mark.parametrize("world", ["local", "sim"])
+def test_a_coordinator_that_stays_when_all_workers_have_left_is_named(world: str, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"^coordinator 0 has not left though all workers have, and has taken no step"):
+        train(Endless(), tmp_path / "run", world, timeout=3)
 
 
 class OneSided(tt.Strategy, frozen=True, kw_only=True):
@@ -679,6 +796,36 @@ def test_a_state_that_is_no_dict_is_refused_when_it_is_registered(tmp_path: Path
     )
     with pytest.raises(BadInput, match=r"must return a dict of tensors \(it has float at 'b'\)"):
         NamedStates().everybody("x", lambda: {"a": torch.zeros(1), "b": 1.0}, lambda saved: None)  # type: ignore[dict-item]
+
+
+class KeepsLate(tt.AllReduce, frozen=True, kw_only=True):
+    """Registers a state in the middle of a round."""
+
+    name: ClassVar[str] = "keeps-late"
+    summary: ClassVar[str] = "registers a state too late"
+    late: int = 0
+
+    def worker(self, ctx: tt.Context) -> None:
+        kept = torch.zeros(3)
+        ctx.replica.local()
+
+        def propose() -> tt.Vote:
+            if ctx.progress.step == self.late:
+                ctx.state.everybody("velocity", lambda: {"value": kept}, lambda saved: kept.copy_(saved["value"]))
+            return tt.Vote(1.0, ctx.data.share(1).samples)
+
+        ctx.rounds(propose, lambda decision: None)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_state_that_is_registered_after_the_first_step_has_begun_is_refused(late: int, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed) as failure:
+        train(KeepsLate(late=late), tmp_path / "run", "sim")
+    assert str(failure.value) == (
+        f"worker 0 failed at step {late + 1}: the state 'velocity' is registered after the first step has begun, where "
+        "a run that goes on cannot load it in time; register it before the first step (before ctx.rounds); "
+        "no checkpoint was made yet"
+    )
 
 
 def test_the_help_of_the_context_leads_to_that_of_every_part() -> None:

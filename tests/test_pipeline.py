@@ -6,11 +6,13 @@ import copy
 import dataclasses
 import itertools
 import random
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -70,7 +72,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
 
 # -- plain training ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("order", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("order", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
 def test_any_stages_and_microbatches_are_plain_training(
     plain: nn.Module, tmp_path: Path, order: str, stages: int
 ) -> None:
@@ -82,7 +84,16 @@ def test_any_stages_and_microbatches_are_plain_training(
         assert difference(result.model, plain) < TOLERANCE, how
 
 
-@pytest.mark.parametrize("how", [{"workers": 2}, {"workers": 3, "order": "gpipe"}, {"workers": 4, "stages": 2}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"workers": 2},
+        {"workers": 3, "order": "gpipe"},
+        {"workers": 4, "stages": 2},
+        {"workers": 3, "order": "zero-bubble", "microbatches": 5},
+        {"workers": 2, "order": "zero-bubble", "recompute": "stage"},
+    ],
+)
 def test_processes_compute_what_the_simulation_does(tmp_path: Path, how: dict[str, Any]) -> None:
     here = train(tmp_path / "local", task(), world="local", **how)
     there = train(tmp_path / "sim", task(), **how)
@@ -199,7 +210,7 @@ def random_model() -> nn.Sequential:
 
 def test_recomputing_draws_the_same_numbers_again(tmp_path: Path) -> None:
     kept = train(tmp_path / "kept", task(random_model), 2)
-    again = train(tmp_path / "again", task(random_model), 2, recompute=True)
+    again = train(tmp_path / "again", task(random_model), 2, recompute="stage")
     assert difference(kept.model, again.model) == 0.0
     other = train(tmp_path / "other", task(random_model), 2, seed=1)
     assert difference(kept.model, other.model) > 0
@@ -247,14 +258,82 @@ def test_stages_record_where_their_time_went(tmp_path: Path) -> None:
         assert mine[-1].time == pytest.approx(whole / 4 * (8 + 3) / 8, rel=1e-2)
 
 
+@pytest.mark.parametrize(("microbatches", "idle"), [(1, 75), (4, 43), (16, 16)])
+def test_the_bubble_is_that_of_gpipe(tmp_path: Path, microbatches: int, idle: int) -> None:
+    """T16.2: (K-1)/(M+K-1) of the time of four equal stages."""
+    given = task(batch_size=64, train=TensorDataset(INPUTS[:64], LABELS[:64]))
+    slow = {"compute": {"seconds_per_sample": 0.1}}
+    how = {"order": "gpipe", "microbatches": microbatches, "costs": "1,1,1,1", "copies": False}
+    history = train(tmp_path / "run", given, 4, cluster=slow, **how).history
+    steps = [r for r in history if isinstance(r, Step)]
+    busy, end = sum(r.compute for r in steps), max(r.time for r in steps)
+    assert 100 * (1 - busy / (4 * end)) == pytest.approx(idle, abs=1)
+
+
+class KeptSamples:
+    """The samples whose activations are kept at one time, on each stage."""
+
+    now: ClassVar[Counter[int]] = Counter()
+    most: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self, stage: int, samples: int) -> None:
+        self._stage, self._samples = stage, samples
+        KeptSamples.now[stage] += samples
+        KeptSamples.most[stage] = max(KeptSamples.most[stage], KeptSamples.now[stage])
+
+    def __del__(self) -> None:
+        KeptSamples.now[self._stage] -= self._samples
+
+
+class _Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, kept: KeptSamples | None) -> Tensor:
+        ctx.kept = kept
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, None]:
+        return slopes[0], slopes[0].sum(), None
+
+
+class Counted(nn.Module):
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.weight, self._stage = nn.Parameter(torch.ones((), dtype=torch.float64)), stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Counted.apply(x, self.weight, KeptSamples(self._stage, len(x)) if torch.is_grad_enabled() else None)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputing_keeps_the_activations_of_one_microbatch(
+    tmp_path: Path, microbatches: int, recompute: bool
+) -> None:
+    """T16.3: (L/K)(N/M) beside the stage's inputs, and (L/K) N without recomputation; L layers, K stages."""
+    KeptSamples.now.clear()
+    KeptSamples.most.clear()
+    given = task(lambda: nn.Sequential(*(Counted(n // 4) for n in range(8))), batch_size=16, epochs=1)
+    given = dataclasses.replace(given, train=TensorDataset(INPUTS[:16], LABELS[:16]))
+    how = {
+        "order": "gpipe",
+        "microbatches": microbatches,
+        "recompute": "stage" if recompute else "none",
+        "cuts": "4",
+        "copies": False,
+    }
+    train(tmp_path / "run", given, 2, **how)
+    assert KeptSamples.most == dict.fromkeys((0, 1), 4 * (16 // microbatches if recompute else 16))
+
+
 # -- what cannot be done ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("workers", "options", "why"),
     [
         (8, {}, "7 layers cannot be cut into 8 parts"),
         (3, {"stages": 2}, r"stages=2 does not divide the workers \(3\)"),
-        (2, {"cuts": "2,3"}, "give 1 of the numbers from 1 to 6, in rising order"),
-        (2, {"cuts": "x"}, "cuts are numbers of layers"),
+        (2, {"cuts": "2,3"}, "give 1 of 1, 2, 3, 4, 5, 6, in rising order"),
+        (2, {"cuts": "x"}, "cuts names 'x', which is no module of the model"),
         (2, {"costs": "1"}, "must be 2 numbers above 0"),
         (2, {"chunks": 2}, "chunks=2 is for order=interleaved"),
         (1, {"chunks": 2, "order": "interleaved"}, "needs several stages"),
@@ -267,14 +346,12 @@ def test_bad_options_are_refused(tmp_path: Path, workers: int, options: dict[str
 
 
 def test_models_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"only an nn.Sequential can be cut into stages .the model is a Linear"):
-        train(tmp_path / "run", task(lambda: nn.Linear(12, 4).double()), 2)
     own = task(loss=None, step=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
     with pytest.raises(BadInput, match="pipeline needs outputs and targets apart"):
         train(tmp_path / "run", own, 2)
     normed = task(lambda: nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4)).double())
     with pytest.raises(BadInput, match="recompute would count every batch twice in the running statistics of 1"):
-        train(tmp_path / "run", normed, 2, recompute=True)
+        train(tmp_path / "run", normed, 2, recompute="stage")
 
 
 class Odd(nn.Module):
@@ -325,7 +402,7 @@ def test_dead_stages_change_nothing_beyond_rounding(plain: nn.Module, tmp_path: 
     lasts = {} if chance.random() < 0.5 else {"lasts": chance.choice([0.005, 0.05])}
     faults = [{"worker": victim, "at": chance.uniform(0.0, 0.16)} | lasts for victim in victims]
     lost = not lasts and len(victims) == 2 and abs(victims[0] - victims[1]) == 1
-    how = {"order": chance.choice(["gpipe", "1f1b"]), "microbatches": chance.choice([2, 5])}
+    how = {"order": chance.choice(["gpipe", "1f1b", "zero-bubble"]), "microbatches": chance.choice([2, 5])}
     if lost or (lasts and len(victims) == 2):
         return  # both that have a stage may be gone
     result = train(tmp_path / "run", task(), stages, cluster=crashing(*faults), **how)
@@ -342,6 +419,26 @@ def test_a_stage_that_is_killed_changes_nothing_beyond_rounding(tmp_path: Path, 
     result = train(tmp_path / "run", given, 3, world="local", restart=restart, listeners=[killing])
     assert killing.killed.is_set() and result.summary.samples == 7000
     assert difference(result.model, undisturbed.model) < 1e-9
+
+
+@pytest.mark.parametrize("how", [{"workers": 2}, {"workers": 3}, {"workers": 4, "stages": 2}])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_copies_of_processes_have_the_bits_of_what_they_copy(
+    tmp_path: Path, clip: float | None, how: dict[str, int]
+) -> None:
+    """They read gradients where their owners have them, and take their steps later."""
+    given = task(clip_norm=clip, optimizer=tt.optimizer("adam", lr=0.01))
+    result = train(tmp_path / "run", given, world="local", threads=1, **how)
+    found = load_file(max((result.out / "checkpoints").glob("step-*")) / "workers.safetensors")
+    by_name: dict[str, list[Tensor]] = {}
+    for name, tensor in found.items():
+        by_name.setdefault(name.partition("/")[2], []).append(tensor)
+    trained = {name: tensors for name, tensors in by_name.items() if name.startswith(("parameters/", "optimizer/"))}
+    assert len(trained) == 8 * 5  # with two moments, and steps as torch and as we count them
+    workers = how["workers"]
+    assert sum(map(len, trained.values())) == len(trained) * 2 * workers // how.get("stages", workers)
+    for name, tensors in trained.items():
+        assert all(torch.equal(tensor, tensors[0]) for tensor in tensors), name
 
 
 def test_a_run_whose_worker_died_is_resumed_with_all_stages(tmp_path: Path) -> None:
@@ -411,19 +508,12 @@ def test_a_replacement_takes_over_nothing_of_a_round_that_was_given_up(tmp_path:
 def test_a_crash_while_something_is_recomputed_leaves_gradients_on(plain: nn.Module, tmp_path: Path) -> None:
     for seed in range(6):
         fault = {"worker": seed % 2, "at": 0.004 + 0.011 * seed, "lasts": 0.001}
-        how = {"recompute": True, "order": "gpipe", "microbatches": 2}
+        how = {"recompute": "stage", "order": "gpipe", "microbatches": 2}
         result = train(tmp_path / str(seed), task(), 2, cluster=crashing(fault), **how)
         assert torch.is_grad_enabled() and difference(result.model, plain) < TOLERANCE
 
 
-class Looking(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 2
-
-
 def test_what_stages_would_leave_out_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"the model \(Looking\) has a forward of its own"):
-        train(tmp_path / "run", task(lambda: Looking(*layered())), 2)
     with pytest.raises(BadInput, match="pipeline does not know grow; leave it out"):
         train(tmp_path / "run", task(), 2, grow=True, schedule="step")
     with pytest.raises(BadInput, match=r"the worker of stage 1 has nothing to train \(cuts=1,2\)"):

@@ -326,6 +326,19 @@ def test_counts_of_a_replaced_worker_add_up() -> None:
     assert max(found.staleness) == 3
 
 
+def test_the_periods_that_a_run_has_chosen_are_drawn() -> None:
+    run = make_run("adacomm-1", "adacomm", 2, seed=1)
+    chosen = [(2.0, "8 to 4"), (5.0, "4 to 1")]
+    events = [Event(event="period", time=t, detail=f"{said} local steps between averages") for t, said in chosen]
+    run = replace(run, events=events)
+    times, values = series.periods(run)
+    assert times[:3].tolist() == [0.0, 2.0, 5.0] and times[3] == max(step.time for step in run.steps)
+    assert values.tolist() == [8, 4, 1, 1]
+    study = make_study([Entry("adacomm", "adacomm", {}, 2, 0, "local", "", [run]), make_entry("allreduce")])
+    found = render(study)
+    assert "periods" in found.sections and len(found.data["figures"]["periods"]["data"]) == 1
+
+
 def test_staleness_is_a_share_of_updates() -> None:
     x, y = series.shares_at_most(Counter({0: 1, 5: 2, 2: 1}))
     assert x.tolist() == [0, 2, 5] and y.tolist() == [0.25, 0.5, 1.0]

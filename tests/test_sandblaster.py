@@ -245,9 +245,10 @@ def test_scipys_objective_is_reached_with_at_most_half_as_many_evaluations_more(
     objective: Any, most: int, tmp_path: Path
 ) -> None:
     model, data = objective()
-    task = task_of(model, data, epochs=most * 3 // 2)
+    task = task_of(model, data)
     scipys = reference(task, DECAY, 10, gtol=1e-6, ftol=0, maxiter=most, maxfun=most)
-    once: Any = {"workers": 2, "servers": 2, "steps": None, "evaluate_every": 10**6, "threads": 1}
+    once: Any = {"workers": 2, "servers": 2, "epochs": most * 3 // 2, "steps": None}
+    once |= {"evaluate_every": 10**6, "threads": 1}
     result = simulate(tmp_path / "run", task, run=once, portions=4, tolerance=1e-6)
     flat = nn.utils.parameters_to_vector(result.model.parameters())
     mine = (task.loss(result.model(data.tensors[0]), data.tensors[1]) + DECAY / 2 * flat @ flat).item()

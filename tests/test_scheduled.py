@@ -282,7 +282,7 @@ def test_a_host_whose_first_member_dies_goes_on_with_the_next() -> None:
 
 
 def settings_of(options: dict[str, str]) -> LocalSettings:
-    _, settings, _ = split_options(
+    _, settings, *_ = split_options(
         RunRequest(task=load_task("digits-mlp"), options=options), resolve_strategy("allreduce")
     )
     assert isinstance(settings, LocalSettings)

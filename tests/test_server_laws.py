@@ -53,6 +53,9 @@ class Descent:
     def gradient(self):
         return self.slope
 
+    def push_scale(self):
+        return 1.0
+
     def reached(self):
         return None
 

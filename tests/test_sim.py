@@ -64,7 +64,8 @@ def test_deaths_are_survived_and_repeat_to_the_byte(strategy: str, tmp_path: Pat
         faults.append({"kind": "crash", "server": 1, "at": 0.35, "lasts": 0.2})
     spread = {"seconds_per_sample": 1e-3, "spread": "lognormal"}
     cluster = {"faults": faults, "compute": spread, "stragglers": [{"worker": 3, "factor": 2.0}]}
-    runs = [simulate(tmp_path / str(i), strategy, cluster=cluster, epochs=4) for i in range(2)]
+    how = {"ways": 2} if strategy == "tensor" else {}  # so that others have the slices of those that die
+    runs = [simulate(tmp_path / str(i), strategy, cluster=cluster, epochs=4, **how) for i in range(2)]
     events = [record.event for record in runs[0].history if isinstance(record, Event)]
     assert events.count("worker_lost") == 2 and events.count("worker_joined") == 1
     assert ("server_filled" in events) == (strategy in SERVED)

@@ -108,7 +108,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize(
     "strategy",
-    [name for name, k in STRATEGIES.items() if "sim" in k.worlds and k.uses_rate and k.part is tt.Strategy.part],
+    [name for name, k in STRATEGIES.items() if "sim" in k.worlds and k.uses_rate and k().has_whole_model()],
 )
 def test_the_same_to_the_byte_with_any_number(strategy: str, tmp_path: Path, ready: list[Ready]) -> None:
     alone = simulate(tmp_path / "alone", strategy)

@@ -119,15 +119,24 @@ def test_a_metric_may_need_no_targets() -> None:
     assert scored(of, [5, 7])[0].value() == 0.5
 
 
+def test_a_metric_is_one_number() -> None:
+    class Several(Recall):
+        def compute(self) -> Any:
+            return {"precision": 0.5, "recall": 0.25}
+
+    with pytest.raises(BadInput, match=r"several numbers \(precision, recall\), and a run is judged by one"):
+        scored(task(metric=Several()), [5])[0].value()
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"step": lambda m, b: {"right": 1.0}}, "a dict with 'loss' (its keys: right)"),
         (
             {"step": lambda m, b: m(b["x"])},
-            "must be a tensor of one number, the mean over the batch (it is a tensor of ",
+            "one number, the mean over the batch (it is a tensor of shape (2, 2)); end with .mean()",
         ),
-        ({"step": lambda m, b: 3.0}, "(it is of type float)"),
+        ({"step": lambda m, b: 3.0}, "(it is of type float); return the tensor itself"),
         ({"step": lambda m, b: None}, "(it is of type NoneType)"),
         ({"step": lambda m, b: m(b["x"]).mean().detach()}, "depends on no parameter"),
         ({"step": backward_itself}, "step has called backward(); let it return the loss alone: Torrential runs"),

@@ -80,6 +80,14 @@ def test_runs_without_a_target_are_shown_by_what_they_have(tmp_path):
     assert not any(words in text for words in ("missed", "reached", "until the target", "trials each"))
 
 
+def test_runs_of_map_reduce_are_not_asked_for_a_target(tmp_path):
+    write_run(tmp_path / "sums", config("torrential.strategies.map_reduce:MapReduce", target=None), None)
+    assert judge(read_study(tmp_path)).sentences == [
+        "not a result: map-reduce trains no model, so there is nothing to reach; what it found is what tt.map_reduce "
+        "returned"
+    ]
+
+
 def test_runs_that_have_not_ended_are_no_trials(tmp_path):
     write_run(tmp_path / "cut", config(), 1.0)
     path = tmp_path / "cut" / records.RECORDS

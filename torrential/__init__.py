@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torrential.loop.session import join
     from torrential.optim.normal import solve_normal
     from torrential.optimizers import optimizer
+    from torrential.partitions import partition
     from torrential.records import read_records
     from torrential.reducing import Reduction, map_reduce
     from torrential.reporting.page import report
@@ -31,17 +32,26 @@ if TYPE_CHECKING:
     from torrential.server.consistency import Consistency
     from torrential.server.messages import View
     from torrential.server.shard import Shard
+    from torrential.strategies.adacomm import AdaComm
     from torrential.strategies.allreduce import AllReduce
     from torrential.strategies.backup import Backup
     from torrential.strategies.base import Strategy
     from torrential.strategies.bsp import Bsp
     from torrential.strategies.context import Context, Decision, Vote
     from torrential.strategies.ddp import Ddp
+    from torrential.strategies.diloco import DiLoCo
     from torrential.strategies.downpour import Downpour
+    from torrential.strategies.easgd import Easgd
+    from torrential.strategies.fedavg import FedAvg
+    from torrential.strategies.hogwild import Hogwild
+    from torrential.strategies.local import Local
+    from torrential.strategies.pipedream import PipeDream
     from torrential.strategies.pipeline import Pipeline
     from torrential.strategies.roles import Role, Roles, Servers
     from torrential.strategies.sandblaster import Sandblaster
     from torrential.strategies.ssp import Ssp
+    from torrential.strategies.streaming import StreamingDiLoCo
+    from torrential.strategies.tensor import TensorParallel
     from torrential.study.compare import compare
     from torrential.study.comparison import Comparison
     from torrential.task import Task, accuracy
@@ -49,6 +59,7 @@ if TYPE_CHECKING:
     from torrential.worlds.sim.cluster import Cluster
 
 __all__ = [
+    "AdaComm",
     "AllReduce",
     "Backup",
     "Batch",
@@ -59,10 +70,16 @@ __all__ = [
     "Context",
     "Ddp",
     "Decision",
+    "DiLoCo",
     "Downpour",
+    "Easgd",
     "Estimate",
+    "FedAvg",
+    "Hogwild",
     "Listener",
+    "Local",
     "MLflow",
+    "PipeDream",
     "Pipeline",
     "Reduction",
     "Role",
@@ -73,8 +90,10 @@ __all__ = [
     "Shard",
     "Ssp",
     "Strategy",
+    "StreamingDiLoCo",
     "Task",
     "TensorBoard",
+    "TensorParallel",
     "TorrentialError",
     "TrainResult",
     "View",
@@ -89,6 +108,7 @@ __all__ = [
     "load_task",
     "map_reduce",
     "optimizer",
+    "partition",
     "read_records",
     "report",
     "scheduler",
@@ -97,6 +117,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "AdaComm": "torrential.strategies.adacomm",
     "AllReduce": "torrential.strategies.allreduce",
     "Backup": "torrential.strategies.backup",
     "Batch": "torrential.data.deal",
@@ -107,10 +128,16 @@ _HOME = {
     "Context": "torrential.strategies.context",
     "Ddp": "torrential.strategies.ddp",
     "Decision": "torrential.strategies.context",
+    "DiLoCo": "torrential.strategies.diloco",
     "Downpour": "torrential.strategies.downpour",
+    "Easgd": "torrential.strategies.easgd",
     "Estimate": "torrential.data.query",
+    "FedAvg": "torrential.strategies.fedavg",
+    "Hogwild": "torrential.strategies.hogwild",
     "Listener": "torrential.listeners.base",
+    "Local": "torrential.strategies.local",
     "MLflow": "torrential.listeners.mlflow",
+    "PipeDream": "torrential.strategies.pipedream",
     "Pipeline": "torrential.strategies.pipeline",
     "Reduction": "torrential.reducing",
     "Role": "torrential.strategies.roles",
@@ -121,7 +148,9 @@ _HOME = {
     "Shard": "torrential.server.shard",
     "Ssp": "torrential.strategies.ssp",
     "Strategy": "torrential.strategies.base",
+    "StreamingDiLoCo": "torrential.strategies.streaming",
     "Task": "torrential.task",
+    "TensorParallel": "torrential.strategies.tensor",
     "TensorBoard": "torrential.listeners.tensorboard",
     "TorrentialError": "torrential.errors",
     "TrainResult": "torrential.run",
@@ -136,6 +165,7 @@ _HOME = {
     "load_task": "torrential.tasks",
     "map_reduce": "torrential.reducing",
     "optimizer": "torrential.optimizers",
+    "partition": "torrential.partitions",
     "read_records": "torrential.records",
     "report": "torrential.reporting.page",
     "scheduler": "torrential.schedulers",

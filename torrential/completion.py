@@ -43,7 +43,7 @@ def clusters(incomplete: str) -> list[str]:
 
 
 def worlds(incomplete: str) -> list[str]:
-    return _beginning(("local", "sim"), incomplete)
+    return _beginning(("local", "hosts", "sim"), incomplete)
 
 
 def devices(incomplete: str) -> list[str]:
@@ -57,7 +57,7 @@ def loggers(incomplete: str) -> list[str]:
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
     """The options that --set takes with the strategy and the world that were given; where several may be meant, those
     of any."""
-    from torrential.config import WORLDS, Recipe, without_effect
+    from torrential.config import WORLDS, Compression, Recipe, without_effect
 
     given = ctx.params.get("strategy") or ("" if "strategies" in ctx.params else "allreduce")
     files = [Path(given.partition(":")[0])] if given.partition(":")[0].endswith(".py") else [STRATEGIES / f"{given}.py"]
@@ -66,7 +66,7 @@ def settings(ctx: typer.Context, incomplete: str) -> list[str]:
     world = ctx.params.get("world") or ("sim" if ctx.params.get("cluster") else "local")
     kinds = [WORLDS[world]] if world in WORLDS else list(WORLDS.values())
     found = {option for file in files for option in _own_options(file)}
-    found |= {option for kind in (*kinds, Recipe) for option in kind.__struct_fields__}
+    found |= {option for kind in (*kinds, Recipe, Compression) for option in kind.__struct_fields__}
     if len(files) == 1:
         found -= without_effect(with_servers="Servers(" in files[0].read_text(errors="replace"))
     return _beginning((f"{option}=" for option in sorted(found)), incomplete)
@@ -86,7 +86,26 @@ def _own_options(file: Path) -> set[str]:
         for node in kind.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
-    return {name for name, type_ in fields.items() if "ClassVar" not in type_}
+    own = {name for name, type_ in fields.items() if "ClassVar" not in type_}
+    return own.union(*(_own_options(STRATEGIES / f"{name}.py") for name in _bases(tree)))
+
+
+def _bases(tree: ast.Module) -> set[str]:
+    """Files of ours that have a base of a strategy in this one."""
+    names = {
+        base.id
+        for kind in tree.body
+        if isinstance(kind, ast.ClassDef)
+        for base in kind.bases
+        if isinstance(base, ast.Name)
+    }
+    found = {
+        node.module.removeprefix("torrential.strategies.")
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torrential.strategies.")
+        if names & {alias.name for alias in node.names}
+    }
+    return found - {"base"}
 
 
 def _is_other(kind: ast.ClassDef) -> bool:

@@ -41,6 +41,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The amount by which the validation metric must beat its best value to count as an improvement for patience."""
     keep_best: NotNegative = 0
     """Checkpoints with the best validation metric that are kept beside the two newest."""
+    recompute: Literal["none", "sqrt", "recursive", "auto", "stage"] = "none"
+    """The activations that are computed again in backward instead of being kept: all but the inputs of about √n
+    segments of n layers (sqrt); halves of halves, which keeps least and takes longest (recursive); as few as `memory`
+    allows (auto). Pipelines: all but the inputs of stages (stage)."""
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
+    """The numbers that forward and loss are computed in, where autocast takes that for safe; parameters, gradients and
+    optimizer state are float32. The loss of fp16 is scaled."""
+    memory: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """The gigabytes that a worker's parameters, gradients, optimizer state and activations may take, for
+    recompute=auto."""
+    trace: bool = False
+    """Whether to write trace.json, in which Perfetto shows what every worker did when; of a simulation, every other
+    role and NIC, too."""
 
 
 class LocalSettings(Settings, frozen=True, kw_only=True, tag_field="world", tag="local"):
@@ -48,6 +61,16 @@ class LocalSettings(Settings, frozen=True, kw_only=True, tag_field="world", tag=
 
     transport: Literal["shared", "unix", "tcp"] = "shared"
     """The way data travels between workers on this host: shared memory, Unix sockets or TCP."""
+    security: Literal["token", "tls"] = "token"
+    """What protects TCP connections between the processes of a run: token (both ends prove that they know the run's
+    secret; what follows is in clear) or tls (the same inside TLS 1.3, with certificates on both ends)."""
+    certificate: str | None = None
+    """The file of the certificate that all processes of the run show, for security=tls (PEM); by default each has one
+    that the run makes."""
+    key: str | None = None
+    """The file of that certificate's key (PEM, without a password)."""
+    authority: str | None = None
+    """The file of the certificates that must have signed what others show (PEM)."""
     algorithm: Literal[
         "auto", "shared", "native", "nccl", "hierarchical", "naive", "direct", "ring", "halving", "blocks", "tree"
     ] = "auto"
@@ -64,6 +87,22 @@ class LocalSettings(Settings, frozen=True, kw_only=True, tag_field="world", tag=
     """Whether a server that died is replaced."""
 
 
+class HostsSettings(LocalSettings, frozen=True, kw_only=True, tag="hosts"):
+    """Options of runs on several hosts (--rendezvous)."""
+
+    transport: Literal["tcp"] = "tcp"
+    """The way data travels between workers: TCP."""
+    algorithm: Literal["auto", "naive", "direct", "ring", "halving", "blocks", "tree"] = "auto"
+    """The all-reduce that sums gradients; auto is the one that is measured to be the quickest."""
+    hosts: AtLeastOne = 1
+    """The number of hosts."""
+    host_timeout: Annotated[float, msgspec.Meta(ge=1)] = 10.0
+    """Seconds of silence after which a host is lost. Its own roles end by then, too."""
+    placement: str = ""
+    """Roles that are to be on other hosts than by rule: "observer:2,server-1:0". By rule, workers are in blocks of
+    ranks, servers on the hosts in turn, coordinators and the observer on host 0."""
+
+
 class SimSettings(Settings, frozen=True, kw_only=True, tag_field="world", tag="sim"):
     """Options of simulations (--world sim)."""
 
@@ -75,11 +114,13 @@ class SimSettings(Settings, frozen=True, kw_only=True, tag_field="world", tag="s
     """Processes that compute gradients beside a simulation, to save time where it takes more than a few seconds; best
     one fewer than there are idle cores. The result is the same to the byte, unless a model keeps more than parameters
     and buffers from one batch to the next, or a data set changes when it is read."""
-    trace: bool = False
-    """Whether to write trace.json, in which Perfetto shows what every role and NIC did when."""
 
 
-WORLDS: dict[str, type[LocalSettings] | type[SimSettings]] = {"local": LocalSettings, "sim": SimSettings}
+WORLDS: dict[str, type[LocalSettings] | type[SimSettings]] = {
+    "local": LocalSettings,
+    "hosts": HostsSettings,
+    "sim": SimSettings,
+}
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +166,46 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     must take images of any size."""
 
 
+class Compression(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of how gradients travel; by default as they are."""
+
+    compress: Literal["none", "topk", "dgc", "powersgd", "int8"] = "none"
+    """The compressor of gradients: topk and dgc (Deep Gradient Compression) send the largest elements of every matrix,
+    powersgd two factors of it, int8 all elements in a byte each. What is not sent is added to the next gradient."""
+    wire: Literal["float32", "bf16", "fp16"] = "float32"
+    """The precision in which gradients are sent; float32 sends them as they are. Of a compressor that is the precision
+    of the values that it sends; int8 has its own."""
+    ratio: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.001
+    """The share of the elements of a matrix that topk and dgc send."""
+    rank: AtLeastOne = 4
+    """The number of columns of the factors that powersgd sends."""
+    momentum_correction: bool = True
+    """Whether dgc gives every worker SGD's momentum for itself, before it chooses what to send."""
+    momentum_masking: bool = True
+    """Whether dgc takes the momentum of an element back to zero when the element is sent."""
+    local_clipping: bool = True
+    """Whether dgc applies the task's clip_norm to each worker's gradient, divided by the root of the number of workers,
+    before it adds up what was not sent; else the sum is clipped."""
+    sparsity_warmup: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """Epochs in which dgc sends 1/4, then 1/16, 1/64 and 1/256 of the elements, as long as that is more than ratio; by
+    default 4, but no more than a tenth of the run."""
+
+    @property
+    def changes_gradients(self) -> bool:
+        """Whether gradients travel otherwise than they are."""
+        return self.compress != "none" or self.wire != "float32"
+
+    @property
+    def corrects_momentum(self) -> bool:
+        """Whether workers have SGD's momentum for themselves."""
+        return self.compress == "dgc" and self.momentum_correction
+
+    @property
+    def clips_locally(self) -> bool:
+        """Whether each worker clips what it adds, in the place of the sum."""
+        return self.compress == "dgc" and self.local_clipping
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     source: str | None  # how to load it again: a built-in name or file.py[:name]
@@ -143,14 +224,18 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: dict[str, Any]
     seed: int
     device: str
-    settings: LocalSettings | SimSettings
+    settings: LocalSettings | HostsSettings | SimSettings
     recipe: Recipe = Recipe()
+    compression: Compression = Compression()
     cluster: dict[str, Any] | None = None  # what is simulated, as in a cluster file
     schedule: dict[str, Any] | None = None  # the task's own: rates or factors in the course of the run
     base_batch: Count = 0  # the joined batch that lr is meant for; 0: unknown, nothing is scaled
     script: tuple[str, ...] | None = None  # the file that was launched, and its arguments, where the loop is its own
     minimize: bool = False  # whether a smaller value of the metric is better
     metric: str = ""  # its name; runs of earlier versions have it in their last record only
+    segments: tuple[
+        tuple[int, int], ...
+    ] = ()  # that recompute=auto has chosen: the first layer, and one after the last
     changed: dict[str, Any] | None = None  # options of a shipped strategy that are not at their defaults; None: unknown
 
     def __post_init__(self) -> None:
@@ -159,8 +244,14 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def local(self) -> LocalSettings:
-        """The settings of a run on this machine's processes."""
+        """The settings of a run of real processes."""
         assert isinstance(self.settings, LocalSettings)
+        return self.settings
+
+    @property
+    def several(self) -> HostsSettings:
+        """The settings of a run on several hosts."""
+        assert isinstance(self.settings, HostsSettings)
         return self.settings
 
     @property
@@ -171,12 +262,18 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_config(table: dict[str, Any]) -> RunConfig:
-    """The configuration in a manifest; also of runs that were made before settings belonged to one world."""
+    """The configuration in a manifest; also of runs that were made before settings belonged to one world, or had
+    `recompute`."""
     settings, world = table.get("settings"), table.get("world")
     if isinstance(settings, dict) and "world" not in settings and isinstance(world, str) and world in WORLDS:
         known = {name: value for name, value in settings.items() if name in WORLDS[world].__struct_fields__}
         sizes = [size for name in ("workers", "batch_size") if isinstance(size := table.get(name), int)]
         table = {"samples_per_step": math.prod(sizes)} | table | {"settings": {"world": world, **known}}
+    options = table.get("options")
+    if isinstance(options, dict) and "recompute" in options:  # once an option of pipelines
+        given = {"recompute": "stage"} if options["recompute"] else {}
+        kept = {name: value for name, value in options.items() if name != "recompute"}
+        table = table | {"options": kept, "settings": table.get("settings", {}) | given}
     return msgspec.convert(table, RunConfig)
 
 
@@ -199,8 +296,13 @@ def owner_of(option: str) -> str | None:
         return "the run"
     if option in Recipe.__struct_fields__:
         return "the recipe"
+    if option in Compression.__struct_fields__:
+        return "compression"
     worlds = [world for world, kind in WORLDS.items() if option in kind.__struct_fields__]
-    return f"the world{'s' * (len(worlds) > 1)} {' and '.join(worlds)}" if worlds else None
+    if not worlds:
+        return None
+    *others, last = worlds
+    return f"the worlds {', '.join(others)} and {last}" if others else f"the world {last}"
 
 
 def without_effect(with_servers: bool) -> set[str]:

@@ -7,6 +7,7 @@
     ├── RunFailed             a run that had started could not go on
     │   ├── WorkerFailed      a role raised; names the role and the step
     │   ├── UnequalSizes      members gave a collective tensors of different sizes; names the members and sizes
+    │   ├── UnequalCalls      members started different collectives, or of different types; names them
     │   └── Diverged          training went astray; no fault of the machine, and it would happen again
     │       └── NonFiniteLoss the loss turned NaN or infinite; names the worker and the step
     ├── CheckpointDamaged     no checkpoint in the directory can be trusted
@@ -85,6 +86,15 @@ class UnequalSizes(RunFailed):
         self.sizes = dict(sizes)
         given = ", ".join(f"worker {rank}: {size}" for rank, size in sorted(sizes.items()))
         super().__init__(f"members differ in the number of elements of their {what} ({given}); it must be one on all")
+
+
+class UnequalCalls(RunFailed):
+    """`calls`: by worker, which collective it has started, in words."""
+
+    def __init__(self, calls: Mapping[int, str]) -> None:
+        given = ", ".join(f"worker {rank}: {call}" for rank, call in sorted(calls.items()))
+        remedy = "all members must start the same ones in the same order"
+        super().__init__(f"members have started different collectives at once ({given}); {remedy}")
 
 
 class Diverged(RunFailed):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from torrential import shipping
-from torrential.comm import wire
+from torrential.comm import stream
 from torrential.config import NO_LIMIT
 from torrential.errors import BadInput, RunFailed, TorrentialError
 from torrential.listeners.base import Listener, check_listeners
@@ -32,7 +32,7 @@ from torrential.usercode import refuse_exit, refuse_training, telling_interrupts
 from torrential.userfiles import check_own
 from torrential.worlds.base import Job
 from torrential.worlds.local.launch import Launch
-from torrential.worlds.local.nursery import Born, Ended, Message, Spawn
+from torrential.worlds.local.orders import Born, Ended, FromNursery, Spawn, Surroundings
 
 TRIAL_SECONDS = 600.0  # until a script has come to its first batch
 
@@ -66,10 +66,10 @@ def is_script(spec: str) -> bool:
 
 def try_script(script: Script, workers: int, seed: int, launch: Launch) -> OwnLoop:
     """Run the script up to its first batch in a process of its own."""
-    connection: wire.Connection[Message] = wire.Connection(launch.socket, Message, ahead=0)
+    connection: stream.Plain[FromNursery | Spawn] = stream.Plain(launch.socket, FromNursery, ahead=0)
     launch.used = True
     with shipping.pack((script, workers, seed)) as parcel:
-        connection.send(Spawn("trial", 0, 0, "", b"", (os.getpid(), *parcel.fds), ""))
+        connection.send(Spawn("trial", 0, 0, Surroundings((os.getpid(), *parcel.fds))))
         status = _ended(connection, launch, script)
         if status:
             how = f"by signal {-status}" if status < 0 else f"with exit status {status}"
@@ -81,15 +81,15 @@ def try_script(script: Script, workers: int, seed: int, launch: Launch) -> OwnLo
     return OwnLoop(script, found)
 
 
-def _ended(connection: wire.Connection[Message], launch: Launch, script: Script) -> int:
+def _ended(connection: stream.Plain[FromNursery | Spawn], launch: Launch, script: Script) -> int:
     ready = select.poll()  # select itself knows the first 1,024 descriptors only
     ready.register(launch.socket, select.POLLIN)
     while True:
         if not ready.poll(1000 * TRIAL_SECONDS):
             raise BadInput(f"{script.name} did not come to its first batch within {TRIAL_SECONDS:.0f} s")
         try:
-            message, _ = connection.receive()
-        except wire.Closed as error:
+            message = connection.receive()
+        except stream.Closed as error:
             raise RunFailed("the process that starts workers is gone; run again") from error
         if isinstance(message, Ended):
             return message.status
@@ -104,7 +104,7 @@ def request(
     found, workers = resolve_strategy(strategy), int(asked.get("workers", 1))
     options = _with_the_scripts_optimizer(found, options, strategy)
     probe = RunRequest(task=task_of(loop, maximize, lambda batch: batch), strategy=strategy, options=options)
-    made, _, _ = split_options(probe, found)
+    made, *_ = split_options(probe, found)
     task = task_of(loop, maximize, lambda batch: made.samples_per_update(workers, batch))
     return RunRequest(task=task, loop=loop, source=None, strategy=strategy, options=options, **asked)
 

@@ -10,6 +10,7 @@ import msgspec
 
 from torrential.checkpoint import Checkpoint
 from torrential.config import NO_LIMIT, RunConfig
+from torrential.data.query import Query
 from torrential.data.resize import Resize
 from torrential.errors import BadInput
 from torrential.optim.own_schedule import Given
@@ -95,7 +96,9 @@ def reached(config: RunConfig, task: Task, at: Checkpoint, history: Iterable[Rec
     history = list(history)
     found = []
     if at.epoch >= config.epochs and not (at.dealer and at.dealer.returned):
-        found.append(f"it has trained {at.epoch} epochs (--epochs {config.epochs})")
+        is_map_reduce = isinstance(task.step, Query)
+        done = f"come to round {at.epoch} (rounds=" if is_map_reduce else f"trained {at.epoch} epochs (--epochs "
+        found.append(f"it has {done}{config.epochs})")
     if config.steps is not None and at.step >= config.steps:
         found.append(f"it has taken {at.step} steps (--steps {config.steps})")
     evaluations = [r for r in history if isinstance(r, Evaluation) and r.split == "validation"]

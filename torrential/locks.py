@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from torrential.errors import BadInput
 
 
-def lock_directory(directory: Path, what: str) -> int:
+def lock_directory(directory: Path, what: str, seconds: float = 0.0) -> int:
     """Lock a directory for this process; returns the descriptor that holds the lock until it is closed.
 
     The lock is on the directory itself: it can be had before anything is in there, so whatever is decided by looking
-    into it is decided by one process, and it leaves nothing behind. `what`: a run or a study, for the message.
+    into it is decided by one process, and it leaves nothing behind. `what`: a run or a study, for the message;
+    `seconds`: how long to wait for whoever holds it, who may be at their end.
     """
+    deadline = time.monotonic() + seconds
     while True:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -23,6 +26,9 @@ def lock_directory(directory: Path, what: str) -> int:
                 return fd
         except BlockingIOError as error:
             os.close(fd)
+            if time.monotonic() < deadline:
+                time.sleep(0.02)
+                continue
             raise BadInput(f"the {what} in {directory} is still going on; wait for it, or end it first") from error
         except OSError as error:
             os.close(fd)

@@ -16,24 +16,26 @@ from torch import nn
 from torrential import checkpoint as checkpoints
 from torrential import processes, records
 from torrential.config import RunConfig, read_config
+from torrential.data.query import Query
 from torrential.errors import BadInput
 from torrential.limits import check_target, differences, extended, idle_patience, jumps, reached
 from torrential.locks import lock_directory
 from torrential.loop.blueprint import OwnLoop
-from torrential.optim.built import over_model
-from torrential.optim.own_schedule import bound
 from torrential.optim.schedule import examine_schedule
 from torrential.records import Evaluation, Summary
 from torrential.resolve import RunRequest, choose_device, resolve
 from torrential.strategies.base import Strategy
 from torrential.strategies.registry import Given, is_loadable, plain_options, resolve_strategy
-from torrential.task import Task, build_model, training_samples, with_validation
+from torrential.task import Task, build_model, training_samples
 from torrential.tasks import load_task
 from torrential.terminal import standard_error
 from torrential.userfiles import check_own, split_spec
 from torrential.version import __version__
 from torrential.worlds.base import Job
+from torrential.worlds.configured import configured
+from torrential.worlds.failure import resuming
 
+DYING_SECONDS = 5.0  # that the processes of a run which was killed may take to end
 _held: dict[Path, int] = {}  # directories of runs under way in this process, locked
 
 
@@ -71,9 +73,9 @@ def _begin(directory: Path, manifest: records.Manifest) -> None:
         raise
 
 
-def _lock(directory: Path) -> None:
-    """Lock the run's directory until `unlock`, or the end of this process."""
-    _held[directory] = lock_directory(directory, "run")
+def _lock(directory: Path, seconds: float = 0.0) -> None:
+    """Lock the run's directory until `unlock`, or the end of this process. `seconds`: how long to wait for it."""
+    _held[directory] = lock_directory(directory, "run", seconds)
 
 
 def unlock(directory: Path) -> None:
@@ -93,7 +95,7 @@ def resume_run(
     `limits`: epochs, steps and the like in the place of the run's own, to go on further; `loop`: the script that the
     task stands for."""
     manifest = records.read_manifest(directory)
-    _lock(directory)
+    _lock(directory, DYING_SECONDS)
     try:
         job = _resumed(directory, manifest, task, strategy, limits or {}, loop)
         processes.mark_begun(directory)
@@ -124,20 +126,7 @@ def _resumed(
         task = _load_task(directory, config)
     model = build_model(task)
     strategy = _same_strategy(directory, config, given, task, model)
-    spec = over_model(task.optimizer, model)
-    sized = task.samples is not None or hasattr(task.train, "__len__")
-    task = replace(
-        with_validation(task, config.seed) if loop is None and strategy.evaluates else task,
-        samples=task.samples if sized else config.samples,
-        batch_size=config.batch_size,
-        epochs=config.epochs,
-        optimizer=spec.with_lr(config.lr),
-    )
-    given_schedule = task.schedule
-    schedule, described = examine_schedule(config, config.samples_per_step, bound(given_schedule, spec))
-    if described != config.schedule:
-        raise BadInput(f"the task's schedule has changed ({config.schedule} then, {described} now); start another run")
-    task = replace(task, schedule=schedule)
+    task, given_schedule = configured(config, task, model, loop is None and strategy.evaluates)
     path = directory / records.RECORDS
     checkpoint, skipped = checkpoints.latest(directory / "checkpoints")
     _check_same(directory, config, task, model, checkpoint)
@@ -147,7 +136,7 @@ def _resumed(
     config, task, warnings = _with_limits(then, task, checkpoint, limits)
     over = _check_unfinished(directory, config, task, checkpoint, given_limits=bool(limits))
     if config != then:
-        schedule, described = examine_schedule(config, config.samples_per_step, bound(given_schedule, spec))
+        schedule, described = examine_schedule(config, config.samples_per_step, given_schedule)
         task, config = replace(task, schedule=schedule), msgspec.structs.replace(config, schedule=described)
         records.write_manifest(directory, msgspec.structs.replace(manifest, config=msgspec.to_builtins(config)))
     kept = records.trim_records(path, checkpoint.step if checkpoint else 0)
@@ -218,7 +207,7 @@ def _read_config(directory: Path, manifest: records.Manifest) -> RunConfig:
 
 def _load_task(directory: Path, config: RunConfig) -> Task:
     if config.source is None:
-        raise BadInput(f"the task of {directory} was made in a program; go on with tt.train(task, resume=...)")
+        raise BadInput(f"the task of {directory} was made in a program; {resuming(directory)}")
     remedy = f"look at that file, then name the task yourself: torrential train TASK --resume {directory}"
     check_own(directory / records.MANIFEST, config.source, remedy)
     return load_task(config.source)
@@ -260,9 +249,9 @@ def _check_same(
     """A run goes on only with the task or script it was begun with."""
     samples, begun_with = training_samples(task), "task" if config.script is None else "script"
     if samples != config.samples:
+        what, unit = ("data", "rows") if isinstance(task.step, Query) else (begun_with, "training samples")
         raise BadInput(
-            f"the {begun_with} of {directory} has changed (training samples: {config.samples} then, {samples} now); "
-            "start another run"
+            f"the {what} of {directory} has changed ({unit}: {config.samples} then, {samples} now); start another run"
         )
     if (described := task.optimizer_spec.describe()) != config.optimizer:
         raise BadInput(f"the {begun_with}'s optimizer has changed ({config.optimizer} then, {described} now)")

@@ -255,7 +255,8 @@ def _final_rows(summary: Summary, took: float | None) -> Iterable[tuple[str, str
     yield "task", f"{summary.task} (seed {summary.seed})"
     workers = counted(summary.workers, "worker")
     yield "strategy", f"{summary.strategy}, {workers}{servers}, world {summary.world}"
-    value = "not measured" if summary.value is None else metric_value(summary.metric, summary.value)
+    nothing = "none (the script has not called run.report)" if summary.reported else "not measured"
+    value = nothing if summary.value is None else metric_value(summary.metric, summary.value)
     yield final_metric(summary.metric, summary.reported), value
     if summary.target is not None:
         target = metric_value(summary.metric, summary.target)

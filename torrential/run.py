@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from torrential import checkpoint as checkpoints
 from torrential import records
 from torrential.config import NO_LIMIT, SimSettings, label_of
 from torrential.data.deal import Deal
-from torrential.errors import RunFailed, TorrentialError
+from torrential.errors import BadInput, RunFailed, TorrentialError
 from torrential.limits import Patience
 from torrential.listeners.base import Listener, RunHandle, check_listeners
 from torrential.listeners.delivery import Deliveries
@@ -24,14 +24,17 @@ from torrential.progress import ProgressDisplay
 from torrential.records import Evaluation, Event, Record, RecordWriter, Step, Summary
 from torrential.resolve import RunRequest
 from torrential.strategies.base import Strategy
-from torrential.strategies.registry import is_loadable
 from torrential.task import Task, build_model
 from torrential.tasks import load_task
 from torrential.terminal import standard_error
 from torrential.usercode import refuse_exit, refuse_training, telling_interrupts
 from torrential.worlds.base import Job, RunWatcher, World
+from torrential.worlds.failure import resuming
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.sim.cluster import Cluster
+
+if TYPE_CHECKING:
+    from torrential.worlds.local.supervisor import Meeting
 
 
 @dataclass(frozen=True)
@@ -179,13 +182,8 @@ def _train(job: Job, launch: Launch | None, progress: bool | None, listeners: Se
     try:
         return execute(job, launch, lambda j: display_of(j, progress), listeners)
     except KeyboardInterrupt:
-        again = "task" if is_loadable(job.config.strategy) else f"task, {type(job.strategy).__name__}(...)"
-        standard_error().print(
-            f"stopped; go on with tt.train({again}, resume={str(job.directory)!r})",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        onward = resuming(job.directory)
+        standard_error().print(f"stopped; {onward}", markup=False, highlight=False, soft_wrap=True)
         raise
 
 
@@ -215,10 +213,15 @@ def show_progress(job: Job, console: Any) -> Display:
 
 
 def execute(
-    job: Job, launch: Launch | None, display_for: Callable[[Job], Display], listeners: Sequence[Any] = ()
+    job: Job,
+    launch: Launch | None,
+    display_for: Callable[[Job], Display],
+    listeners: Sequence[Any] = (),
+    meeting: Meeting | None = None,
 ) -> TrainResult:
+    """Carry a run out. `meeting`: how other hosts take part."""
     try:
-        return _execute(job, launch, display_for, listeners)
+        return _execute(job, _world(job, launch, meeting), display_for, listeners)
     except TorrentialError as error:
         try:
             records.note_end(job.directory, records.FAILED, str(error))
@@ -229,9 +232,7 @@ def execute(
         unlock(job.directory)
 
 
-def _execute(
-    job: Job, launch: Launch | None, display_for: Callable[[Job], Display], listeners: Sequence[Any]
-) -> TrainResult:
+def _execute(job: Job, world: World, display_for: Callable[[Job], Display], listeners: Sequence[Any]) -> TrainResult:
     path = job.directory / records.RECORDS
     summary = None
     with RecordWriter(path) as writer:
@@ -241,7 +242,7 @@ def _execute(
             for event in _first_events(job):
                 writer.write(event)
                 audience.record(event)
-            _world(job, launch).run(job, writer.write, audience, audience.stop_reason)
+            world.run(job, writer.write, audience, audience.stop_reason)
             history = records.read_records(path)
             summary = summarise(job, history)
             writer.write(summary)
@@ -267,7 +268,9 @@ def _first_events(job: Job) -> Iterator[Event]:
         yield Event(event="warning", time=job.elapsed, detail=line)
 
 
-def _world(job: Job, launch: Launch | None) -> World:
+def _world(job: Job, launch: Launch | None, meeting: Meeting | None) -> World:
+    if job.config.world == "hosts" and meeting is None:
+        raise BadInput("other hosts take part by: torrential train ... --rendezvous HOST:PORT")
     if job.config.world == "sim":
         from torrential.worlds.sim.cluster import make_cluster
         from torrential.worlds.sim.world import SimWorld
@@ -275,7 +278,7 @@ def _world(job: Job, launch: Launch | None) -> World:
         return SimWorld(make_cluster(job.config.cluster or {}))
     from torrential.worlds.local.supervisor import LocalWorld
 
-    return LocalWorld(launch)
+    return LocalWorld(launch, meeting)
 
 
 def summarise(job: Job, history: list[Record]) -> Summary:

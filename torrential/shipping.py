@@ -55,19 +55,20 @@ def empty_parcel() -> Parcel:
     return Parcel((os.memfd_create("torrential-pickle"), os.memfd_create("torrential-tensors")))
 
 
-def pack(obj: object) -> Parcel:
+def pack(obj: object, least_bytes: int = _OUT_OF_BAND_BYTES) -> Parcel:
+    """`least_bytes`: what is smaller is copied by every process that unpacks the parcel, not mapped."""
     parcel = empty_parcel()
     try:
-        fill(parcel.fds, obj)
+        fill(parcel.fds, obj, least_bytes)
     except BaseException:
         parcel.close()
         raise
     return parcel
 
 
-def fill(fds: tuple[int, int], obj: object) -> None:
+def fill(fds: tuple[int, int], obj: object, least_bytes: int = _OUT_OF_BAND_BYTES) -> None:
     """Pack an object into the two files of an empty parcel."""
-    body, buffers = _dump(obj)
+    body, buffers = _dump(obj, least_bytes)
     pickle_fd, tensor_fd = fds
     spans: list[tuple[int, int]] = []
     end = 0
@@ -112,9 +113,9 @@ def unpack(pickle_fd: int, tensor_fd: int) -> Any:
         ) from error
 
 
-def _dump(obj: object) -> tuple[bytes, list[pickle.PickleBuffer]]:
+def _dump(obj: object, least_bytes: int) -> tuple[bytes, list[pickle.PickleBuffer]]:
     out, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    pickler = _Pickler(out, buffers)
+    pickler = _Pickler(out, buffers, least_bytes)
     try:
         pickler.dump(obj)
     except Exception as error:
@@ -132,7 +133,7 @@ def _unsendable_field(obj: object) -> str:
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         for field in dataclasses.fields(obj):
             try:
-                _Pickler(io.BytesIO(), []).dump(getattr(obj, field.name))
+                _Pickler(io.BytesIO(), [], _OUT_OF_BAND_BYTES).dump(getattr(obj, field.name))
             except Exception:
                 return f"the task's {field.name!r}"
     return f"this {type(obj).__name__}"
@@ -141,9 +142,9 @@ def _unsendable_field(obj: object) -> str:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Cloudpickle with the storages of CPU tensors as protocol 5 buffers; numpy's arrays are that already."""
 
-    def __init__(self, out: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
+    def __init__(self, out: io.BytesIO, buffers: list[pickle.PickleBuffer], least_bytes: int) -> None:
         def take(buffer: pickle.PickleBuffer) -> bool:
-            if buffer.raw().nbytes < _OUT_OF_BAND_BYTES:
+            if buffer.raw().nbytes < least_bytes:
                 return True  # stays in the pickle
             buffers.append(buffer)
             return False

@@ -77,6 +77,7 @@ def add(app: typer.Typer, ending: Callable[[], AbstractContextManager[Any]]) -> 
                 turns = None if stages is None else (schedule, microbatches)
                 cut, rehearsed = _plan(found, network, limit, turns)
             _show(found, cut, rehearsed, Terminal(stderr=json))
+            _show_memory(loaded, batch_size or loaded.batch_size, Terminal(stderr=json))
             if json:
                 size = batch_size or loaded.batch_size
                 print(printable_json(shown.as_json(loaded.name, size, found, cut, rehearsed)))
@@ -132,6 +133,16 @@ def _measure(task: Task, batch_size: int | None, layers: str | None, runs: int) 
             runs=runs,
             progress=lambda done, count: bar.update(place, completed=done, total=count),
         )
+
+
+def _show_memory(task: Task, batch_size: int, console: Terminal) -> None:
+    from torrential.stages import shown
+
+    console.width = max(console.width, shown.WIDTH)
+    try:
+        console.print(shown.memory_table(task, batch_size))
+    except BadInput as error:  # the model looks at values; its layers are there all the same
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(

@@ -67,9 +67,10 @@ def _checked(returned: Any) -> StepResult:
         )
     loss = about.pop("loss")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
+        remedy = "end with .mean()" if isinstance(loss, Tensor) else "return the tensor itself, as in return loss"
         raise BadInput(
             f"the loss that the task's step returns must be a tensor of one number, the mean over the batch (it is "
-            f"{_kind(loss)}); end with .mean()"
+            f"{_kind(loss)}); {remedy}"
         )
     outputs, targets = (about.pop(name, None) for name in FOR_METRICS)
     for name, value in about.items():
@@ -137,7 +138,13 @@ class Score:
         if self._object is None:
             return dict(self._value)["value"]
         with calling(f"metric{self._on}"):
-            return float(self._object.compute())
+            found = self._object.compute()
+            if isinstance(found, Mapping):
+                raise BadInput(
+                    f"the metric's compute() returned several numbers ({', '.join(map(str, found))}), and a run is "
+                    "judged by one; return that one"
+                )
+            return float(found)
 
 
 def check_metric(task: Task, result: StepResult) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from torrential.errors import BadInput
 from torrential.optimizers import OptimizerSpec, default_optimizer
+from torrential.partitions import PartitionRule, check_partition, restricted
 from torrential.schedulers import Scheduler
 from torrential.usercode import calling, name_of_file
 
@@ -33,8 +34,11 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 class Task:
     """What to learn: model, loss, data and metric, in plain PyTorch."""
 
-    model: Callable[[], nn.Module]
+    model: Callable[[], nn.Module] = None  # type: ignore[assignment]  # which __post_init__ makes of stages
     """Builds the model, freshly initialised from torch's random state."""
+    stages: Sequence[Callable[[], nn.Module]] | None = None
+    """In the place of `model`: functions that build its pieces, each of which is given what the one before returns. The
+    model is an nn.Sequential of them, which a pipeline cuts between any two."""
     loss: Callable[[Any, Any], Tensor] | None = None
     """(outputs, targets) to a scalar: the mean over the batch. With it, batches are (input, target) pairs."""
     step: Callable[[nn.Module, Any], Any] | None = None
@@ -71,10 +75,17 @@ class Task:
     """Gradients are scaled down to this norm when theirs is larger."""
     target: float | None = None
     """The metric's value to reach."""
+    split: Mapping[str, str] | None = None
+    """How layers are split over workers by the strategy `tensor`, as in {"0": "colwise", "2": "rowwise"}; names of
+    layers may be patterns."""
+    partition: PartitionRule | Sequence[Sequence[int]] | None = None
+    """The clients that have the training data, for strategies such as `fedavg`: from `partition()`, or the samples of
+    each client by index."""
     name: str = field(default_factory=name_of_file)
     """The task's name in reports and run directories; by default that of the file that makes it."""
 
     def __post_init__(self) -> None:
+        self._check_stages()
         if isinstance(self.model, nn.Module):
             kind = type(self.model).__name__
             raise BadInput(
@@ -99,12 +110,36 @@ class Task:
             raise BadInput(f"clip_norm must be a positive number or None (got {self.clip_norm!r})")
         if self.target is not None and not _is_number(self.target):
             raise BadInput(f"target must be a finite number or None (got {self.target!r})")
+        if self.split is not None and not _is_texts(self.split):
+            raise BadInput(
+                f"split must be a dict of layers' names to ways (got {self.split!r}); try "
+                'split={"0": "colwise", "2": "rowwise"}'
+            )
         if not (isinstance(self.name, str) and self.name):
             raise BadInput(f"name must be a non-empty string (got {self.name!r})")
         for role in ("train", "test", "validation"):
             if role != "validation" or self.validation is not None:
                 _check_dataset(role, getattr(self, role))
         self._check_order()
+        check_partition(self.partition, None if is_stream(self.train) else len(self.train))  # type: ignore[arg-type]
+
+    def _check_stages(self) -> None:
+        """Make a model of the stages, if they are given in its place."""
+        if self.stages is None and self.model is not None:
+            return
+        made = None if self.stages is None else StagesInRow(tuple(self.stages))
+        if made is None or self.model not in (None, made):  # a copy of a task has both
+            given = "neither is given" if made is None else "both are given"
+            raise BadInput(f"a task has a model or stages ({given}); give one")
+        if not made.stages or not all(map(callable, made.stages)):
+            raise BadInput(f"stages must be a list of functions that build modules (got {self.stages!r})")
+        for place, stage in enumerate(made.stages):
+            if isinstance(stage, nn.Module):
+                kind = type(stage).__name__
+                raise BadInput(
+                    f"stages[{place}] is a built module ({kind}); give a function that builds one: lambda: {kind}(...)"
+                )
+        object.__setattr__(self, "model", made)
 
     def _check_functions(self) -> None:
         if (self.loss is None) == (self.step is None):
@@ -174,6 +209,16 @@ class Task:
         return "metric" if name == "<lambda>" else name
 
 
+@dataclass(frozen=True)
+class StagesInRow:
+    """A model factory: pieces of a model, one after the other."""
+
+    stages: tuple[Callable[[], nn.Module], ...]
+
+    def __call__(self) -> nn.Module:
+        return nn.Sequential(*(stage() for stage in self.stages))
+
+
 def _is_function(given: object) -> bool:
     return callable(given) and not isinstance(given, type)
 
@@ -232,7 +277,13 @@ def with_validation(task: Task, seed: int) -> Task:
     held = max(1, samples // 10)
     kept, cut = order[held:].sort().values.tolist(), order[:held].sort().values.tolist()
     lengths = Lengths(task.length[kept]) if isinstance(task.length, Lengths) else None
-    return dataclasses.replace(task, train=Subset(task.train, kept), validation=Subset(task.train, cut), length=lengths)
+    return dataclasses.replace(
+        task,
+        train=Subset(task.train, kept),
+        validation=Subset(task.train, cut),
+        length=lengths,
+        partition=restricted(task.partition, kept),
+    )
 
 
 def is_stream(dataset: Any) -> bool:
@@ -247,6 +298,10 @@ def is_metric_object(metric: Any) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(text, str) for item in value.items() for text in item)
 
 
 def _check_dataset(role: str, dataset: Any) -> None:

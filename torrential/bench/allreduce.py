@@ -24,7 +24,7 @@ from torrential.worlds.local.supervisor import LocalWorld
 
 SIZES = "1KB,4KB,16KB,64KB,256KB,1MB,4MB,16MB,64MB,100MB"
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-TRANSPORTS = ("shared", "unix", "tcp")
+TRANSPORTS = ("shared", "unix", "tcp", "tls")
 ELSEWHERE = {
     "gloo": "Gloo is called native here; use --algorithms native",
     "nccl": "NCCL sums on GPUs, which are not measured here; leave it out of --algorithms",
@@ -50,7 +50,7 @@ class Benchmark(NamedTuple):
     @property
     def messages(self) -> str:
         """The transport that messages go over, whatever `auto` may use."""
-        return "tcp" if self.transport == "tcp" else "unix"
+        return "unix" if self.transport == "shared" else self.transport
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -136,7 +136,11 @@ def _job(asked: Benchmark) -> Job:
         messages=asked.messages,
         fresh=asked.fresh,
     )
-    return bench_job(strategy, LocalSettings(transport=asked.transport), asked.workers)  # type: ignore[arg-type]
+    if asked.transport == "tls":
+        settings = LocalSettings(transport="tcp", security="tls")
+    else:
+        settings = LocalSettings(transport=asked.transport)  # type: ignore[arg-type]
+    return bench_job(strategy, settings, asked.workers)
 
 
 def _result(asked: Benchmark, news: list[News]) -> Result:

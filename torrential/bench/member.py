@@ -32,7 +32,6 @@ from torrential.comm.post import Contact, Post
 from torrential.comm.protocol import Meter
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
-from torrential.comm.wire import TOKEN_BYTES
 from torrential.errors import RunFailed
 from torrential.strategies.base import Strategy
 from torrential.strategies.context import Context
@@ -46,6 +45,7 @@ MAX_REPETITIONS = 500
 TIMED_SINGLY = 3  # calls, to find out how often to repeat
 SINGLE_CALLS = 1 + TIMED_SINGLY  # of each algorithm at each size, before the rounds: the first is checked
 TIMEOUT_SECONDS = 60.0
+ADDRESS_BYTES = 128  # as much as the longest takes
 PERIOD = 1009  # of the numbers that are summed: small and whole, so that sums are exact
 
 
@@ -74,7 +74,7 @@ class MeasureAllReduce(Strategy, frozen=True, kw_only=True):
     sizes: list[int]  # bytes
     algorithms: list[str]
     rounds: int
-    messages: str  # unix or tcp
+    messages: str  # unix, tcp or tls
     fresh: bool
 
     def worker(self, ctx: Context) -> None:
@@ -118,13 +118,11 @@ class _Member:
     def _meet(self) -> Post:
         """Connect what the run has not connected: a carrier of messages, and Gloo."""
         comm, members = self._comm, self._comm.members
-        token = self._agree(torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8))[0]
-        secret = token.numpy().tobytes()
-        name = f"unix:@torrential-bench-{secret.hex()[:16]}"
-        tcp = self._asked.messages == "tcp"
-        post = Post(comm.rank, 0, "tcp:127.0.0.1:0" if tcp else f"{name}-{comm.rank}", secret, TensorLetter)
-        ports = self._agree(torch.tensor([int(post.where.rpartition(":")[2]) if tcp else 0]))[:, 0].tolist()
-        addresses = [f"tcp:127.0.0.1:{port}" if tcp else f"{name}-{r}" for r, port in zip(members, ports, strict=True)]
+        tcp = self._asked.messages != "unix"
+        where = "tcp:127.0.0.1:0" if tcp else f"unix:@torrential-bench-{secrets.token_hex(8)}"
+        post = comm.second_post(where, TensorLetter)
+        mine = torch.frombuffer(bytearray(post.where.encode().ljust(ADDRESS_BYTES)), dtype=torch.uint8)
+        addresses = [row.numpy().tobytes().decode().strip() for row in self._agree(mine)]
         post.know({r: Contact(where, 0) for r, where in zip(members, addresses, strict=True)})
         channel = PostChannel(post)
         channel.regroup(comm.generation)

@@ -56,16 +56,27 @@ def _about(kind: type[Strategy]) -> str:
 
 def _sections(kind: type[Strategy]) -> Iterator[tuple[str, list[Option]]]:
     """All options that have an effect on a strategy: a heading for each owner, and its options."""
-    from torrential.config import LocalSettings, Recipe, Settings, SimSettings, without_effect
+    import inspect
+
+    from torrential.config import (
+        Compression,
+        HostsSettings,
+        LocalSettings,
+        Recipe,
+        Settings,
+        SimSettings,
+        without_effect,
+    )
     from torrential.options import explain
     from torrential.strategies.base import needs_servers
 
     with_servers = needs_servers(kind)
     own = "." if kind.__struct_fields__ else ": there are none."
     yield f"Options of {kind.name} itself{own}", list(explain(kind))
-    for owner in (Settings, LocalSettings, SimSettings, Recipe):
-        common = Settings.__struct_fields__ if issubclass(owner, Settings) and owner is not Settings else ()
-        hidden = without_effect(with_servers) | {*common}
+    compression = () if kind.uncompressed else (Compression,)
+    for owner in (Settings, LocalSettings, HostsSettings, SimSettings, Recipe, *compression):
+        common = {*owner.__struct_fields__} - {*inspect.get_annotations(owner)}  # shown before
+        hidden = without_effect(with_servers) | common
         options = [option for option in explain(owner) if option.name not in hidden]
         if with_servers:  # which know nothing of a scaled loss
             options = [o._replace(choices=[c for c in o.choices if c != "loss"]) for o in options]

@@ -21,7 +21,9 @@ def allreduce(
     sizes: Annotated[
         str | None, typer.Option(help="Of the vector, as in 1KB,4MB; from 1KB to 100MB by default.", show_default=False)
     ] = None,
-    transport: Annotated[str, typer.Option(help="What auto may use: shared (memory), unix or tcp.")] = "shared",
+    transport: Annotated[
+        str, typer.Option(help="What auto may use: shared (memory), unix, tcp, or tls (tcp in TLS).")
+    ] = "shared",
     algorithms: Annotated[
         str | None,
         typer.Option(help="Some of shared, native (Gloo), naive, direct, ring, halving, blocks, tree, auto; or all."),
@@ -33,8 +35,8 @@ def allreduce(
 ) -> None:
     """Time every way to sum a vector over workers, and what auto makes of it.
 
-    Messages go over unix sockets, or tcp with --transport tcp. Every sum is checked. What is measured to predict times
-    is kept in ~/.cache/torrential, where training with algorithm=auto finds it.
+    Messages go over unix sockets, or tcp with --transport tcp or tls. Every sum is checked. What is measured to predict
+    times is kept in ~/.cache/torrential, where training with algorithm=auto finds it.
     """
     with prepared() as launch:
         import msgspec

@@ -18,6 +18,7 @@ from torrential.worlds.local.launch import Launch
 
 if TYPE_CHECKING:
     from torrential.worlds.base import Job
+    from torrential.worlds.hosts.rendezvous import Rendezvous
 
 TRAIN_EXAMPLES = """Examples:\n
     torrential train digits --workers 2\n
@@ -72,7 +73,10 @@ def train(
     ] = None,
     world: Annotated[
         str | None,
-        typer.Option(help="local (this machine's processes, the default) or sim.", autocompletion=completion.worlds),
+        typer.Option(
+            help="local (this machine's processes, the default), hosts (with --rendezvous) or sim.",
+            autocompletion=completion.worlds,
+        ),
     ] = None,
     cluster: Annotated[
         str | None,
@@ -80,7 +84,19 @@ def train(
             help="What is simulated: a TOML file, or laptop, spot64, goyal256.", autocompletion=completion.clusters
         ),
     ] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Write trace.json of a simulation, for Perfetto.")] = False,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT, an address of host 0: train on several hosts; the same command runs on each."),
+    ] = None,
+    host_rank: Annotated[int | None, typer.Option(help="The number of this host, from 0 on.")] = None,
+    hosts: Annotated[int | None, typer.Option(help="The number of hosts.")] = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with the secret that all hosts know; TORRENTIAL_SECRET by default.", show_default=False
+        ),
+    ] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Write trace.json, for Perfetto.")] = False,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -112,7 +128,16 @@ def train(
     """Train TASK on this machine's processes, or on a simulated cluster."""
     if port is not None and not watch:
         raise BadInput(f"--port {port} is the port of the live page; give --watch as well, or leave it out")
+    meeting = _meeting(rendezvous, host_rank, hosts, secret_file, world)
+    if meeting is not None:
+        world = "hosts"
     with prepared(world != "sim" and cluster is None, count_roles(workers, servers)) as launch:
+        if meeting is not None and meeting.host:
+            from torrential.worlds.hosts.program import follow
+
+            assert launch is not None
+            err.print(f"host {meeting.host} of {meeting.hosts}", highlight=False)
+            return follow(meeting, launch, task, None if data_dir is None else str(data_dir))
         from torrential.data import find
         from torrential.limits import OF_SETTINGS
         from torrential.listeners.loggers import make_loggers
@@ -134,7 +159,7 @@ def train(
                 "workers": workers,
                 "servers": servers,
             }
-            kept |= {"seed": seed, "device": device, "world": world, "cluster": cluster}
+            kept |= {"seed": seed, "device": device, "world": None if meeting else world, "cluster": cluster}
             changed = [f"--{name}" for name, value in kept.items() if value is not None]
             changed += [f"--set {name}" for name in options if name not in OF_SETTINGS]
             if changed:
@@ -149,7 +174,7 @@ def train(
                 task=loaded,
                 source=task,
                 strategy=strategy or "allreduce",
-                options=options | ({"trace": True} if trace else {}),
+                options=options | ({"trace": True} if trace else {}) | ({"hosts": meeting.hosts} if meeting else {}),
                 workers=1 if workers is None else workers,
                 servers=servers,
                 epochs=epochs,
@@ -164,7 +189,25 @@ def train(
             )
             job = open_run(asked, out)
         page = page_shown(job.directory, port) if watch else contextlib.nullcontext()
-        _carry_out(job, launch, json, "train", loggers, page)
+        _carry_out(job, launch, json, "train", loggers, page, meeting)
+
+
+def _meeting(
+    where: str | None, host: int | None, hosts: int | None, secret_file: Path | None, world: str | None
+) -> Rendezvous | None:
+    """Where this host meets others, if it does."""
+    if where is None:
+        given = {"--host-rank": host, "--hosts": hosts, "--secret-file": secret_file}
+        if named := [name for name, value in given.items() if value is not None]:
+            raise BadInput(f"{named[0]} is for runs on several hosts; give --rendezvous HOST:PORT as well")
+        if world == "hosts":
+            raise BadInput("--world hosts needs --rendezvous HOST:PORT, the address of host 0")
+        return None
+    if world not in (None, "hosts"):
+        raise BadInput(f"--rendezvous is for --world hosts (given: --world {world}); leave one out")
+    from torrential.worlds.hosts.rendezvous import rendezvous
+
+    return rendezvous(where, host, hosts, secret_file)
 
 
 def launch(
@@ -245,6 +288,7 @@ def _carry_out(
     command: str,
     listeners: Sequence[Any],
     page: contextlib.AbstractContextManager[Any],
+    meeting: Rendezvous | None = None,
 ) -> None:
     """Run it to its end, and show what came of it. `command`: the one by which it goes on if it is stopped; `page`: the
     live page, or nothing."""
@@ -252,10 +296,15 @@ def _carry_out(
     from torrential.progress import final_table
 
     err.print(f"run directory: {job.directory}", highlight=False, soft_wrap=True)
+    gathering = None
+    if meeting is not None:
+        from torrential.worlds.hosts.gathering import Gathering
+
+        gathering = Gathering(meeting)
     try:
         began = time.monotonic()
         with page:
-            result = run.execute(job, launch, lambda j: run.show_progress(j, err), listeners)
+            result = run.execute(job, launch, lambda j: run.show_progress(j, err), listeners, gathering)
     except INTERRUPTS:
         onward = f"torrential {command} --resume {job.directory}"
         err.print(f"stopped; go on with: {onward}", highlight=False, soft_wrap=True)

@@ -1,70 +1,55 @@
-"""Who may connect: a caller shows the run's token and says who it is, and costs next to nothing until it has.
+"""Who may connect: a caller proves that it knows the run's secret (comm/handshake.py) and says who it is, and costs
+next to nothing until it has. Over tcp that may be within TLS (comm/tls.py): then it shows a certificate first.
 
-    caller ── token, greeting ──► listener     anything else: a stranger, dropped and counted
+    caller ── number, proof, greeting ──► listener     anything else: a stranger, dropped and counted
+    caller ◄── answer ─────────────────── listener
 
 Every listener of a run has an `Admission`. No thread waits for a stranger, and none can stay by saying a byte now and
-then: all of it must have come so many seconds after connecting. Of those who have not shown the token only so many are
-kept; the one that connected first makes room for the next. One who has the token says it at once, and stays.
+then: all of it must have come so many seconds after connecting. Of those who have not said it all only so many are
+kept; the one that connected first makes room for the next. A caller of this run says it at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import math
 import select
 import socket
 import time
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-import msgspec
+from torrential.comm import stream
+from torrential.comm.handshake import HEAD_BYTES, LENGTH, MAX_GREETING, Challenge
+from torrential.comm.tls import Tls
 
-from torrential.comm import wire
-
-MOST_STRANGERS = 64  # who have connected and not shown the token yet
-MAX_GREETING = 1 << 12  # bytes
+MOST_STRANGERS = 64  # who have connected and not said all of it yet
 OUT_OF_DESCRIPTORS_SECONDS = 0.01
-
-M = TypeVar("M")
-
-
-class _Opening(msgspec.Struct, Generic[M], array_like=True, frozen=True):
-    """The header of a greeting's frame, as of any other; no tensors follow it."""
-
-    greeting: M
-    tensors: list[Any]
 
 
 class _Caller:
     """A connection that has not been admitted yet."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.deadline = sock, time.monotonic() + wire.HANDSHAKE_SECONDS
-        self.showed_token = False
+    def __init__(self, sock: stream.Connected) -> None:
+        self.sock, self.deadline = sock, time.monotonic() + stream.HANDSHAKE_SECONDS
         self._said = bytearray()
-        self._wanted = wire.TOKEN_BYTES  # of what is asked for in all, as far as that is known
+        self._wanted = HEAD_BYTES  # of what is asked for in all, as far as that is known
 
-    def hear(self, token: bytes) -> bytearray | None:
-        """Read what has come; the greeting's header once it is there. Nothing behind it is read."""
+    def hear(self) -> tuple[bytes, bytes] | None:
+        """Read what has come; the head and the greeting once they are there. Nothing behind them is read."""
         while len(self._said) < self._wanted:
             try:
                 more = self.sock.recv(self._wanted - len(self._said), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return None
             if not more:
-                raise wire.WireError("no greeting")
+                raise stream.WireError("no greeting")
             self._said += more
-            if len(self._said) == wire.TOKEN_BYTES:
-                if not hmac.compare_digest(self._said, token):
-                    raise wire.WireError("wrong token")
-                self.showed_token = True
-                self._wanted += wire.LENGTH.size
-            elif len(self._said) == wire.TOKEN_BYTES + wire.LENGTH.size:
-                (length,) = wire.LENGTH.unpack_from(self._said, wire.TOKEN_BYTES)
+            if len(self._said) == HEAD_BYTES:
+                (length,) = LENGTH.unpack_from(self._said, HEAD_BYTES - LENGTH.size)
                 if not 0 < length <= MAX_GREETING:
-                    raise wire.WireError(f"greeting of {length} bytes (limit: {MAX_GREETING})")
+                    raise stream.WireError(f"greeting of {length} bytes (limit: {MAX_GREETING})")
                 self._wanted += length
-        return self._said[wire.TOKEN_BYTES + wire.LENGTH.size :]
+        return bytes(self._said[:HEAD_BYTES]), bytes(self._said[HEAD_BYTES:])
 
 
 class Admission:
@@ -73,13 +58,17 @@ class Admission:
     `fileno` is of an epoll: another one can watch it.
     """
 
-    def __init__(self, address: str, token: bytes, greeting: Any) -> None:
-        self._listener, self.address = wire.listen(address)
+    def __init__(
+        self, address: str, secret: bytes, greeting: Any, tls: Tls | None = None, says_challenge: bool = False
+    ) -> None:
+        """`says_challenge`: callers know the address alone, and are told the challenge when they have connected."""
+        self._challenge, self._tls, self._says_challenge = Challenge(secret), tls, says_challenge
+        self._listener, where = stream.listen(address)
+        self.address = stream.challenging(where, self._challenge.words)
         self._listener.setblocking(False)
-        self._token = token
-        self._decoder = wire.decoder_of(_Opening[greeting])
+        self._decoder = stream.decoder_of(greeting)
         self._callers: dict[int, _Caller] = {}  # by descriptor, in the order of their coming
-        self._admitted: list[tuple[socket.socket, Any]] = []
+        self._admitted: list[tuple[stream.Connected, Any]] = []
         self.strangers = 0  # that were dropped
         self.stopped = False
         self._epoll = select.epoll()
@@ -93,7 +82,7 @@ class Admission:
         """The time by which the first caller must have said who it is."""
         return next((caller.deadline for caller in self._callers.values()), math.inf)
 
-    def poll(self, seconds: float = 0.0) -> list[tuple[socket.socket, Any]]:
+    def poll(self, seconds: float = 0.0) -> list[tuple[stream.Connected, Any]]:
         """The callers that were admitted within so many seconds at most, with their greetings."""
         patience = min(seconds, self.deadline - time.monotonic())
         for descriptor, _ in self._epoll.poll(None if patience == math.inf else max(0.0, patience)):
@@ -130,44 +119,51 @@ class Admission:
             if not self._make_room():
                 time.sleep(OUT_OF_DESCRIPTORS_SECONDS)
             return
-        caller = self._callers[sock.fileno()] = _Caller(sock)
+        tls = None if sock.family == socket.AF_UNIX else self._tls
+        caller = self._callers[sock.fileno()] = _Caller(sock if tls is None else tls.answer(sock))
         self._epoll.register(sock, select.EPOLLIN)
         try:
-            wire.check_user(sock)
-            wire.tune(sock)
-        except (wire.WireError, OSError):
+            stream.check_user(sock)
+            if self._says_challenge:
+                sock.sendall(self._challenge.words)  # the first that is written there, so it does not block
+            if sock.family != socket.AF_UNIX:
+                stream.tune(sock, sock.getpeername()[0])
+        except (stream.WireError, OSError):
             return self._drop(caller)
         self._hear(caller)
-        if sum(not other.showed_token for other in self._callers.values()) > MOST_STRANGERS:
+        if len(self._callers) > MOST_STRANGERS:
             self._make_room()
 
     def _make_room(self) -> bool:
         """Drop the one that has been silent for longest, unless it speaks now; whether there was one."""
-        first = next((caller for caller in self._callers.values() if not caller.showed_token), None)
+        first = next(iter(self._callers.values()), None)
         if first is None:
             return False
         self._hear(first)
-        if first.sock.fileno() in self._callers and not first.showed_token:
+        if first.sock.fileno() in self._callers:
             self._drop(first)
         return True
 
     def _hear(self, caller: _Caller) -> None:
         try:
-            header = caller.hear(self._token)
-            if header is None:
+            said = caller.hear()
+            if said is None:
                 return
-            opening = self._decoder.decode(header)
-            if opening.tensors:
-                raise wire.WireError("a greeting with tensors")
+            answer = self._challenge.answer(*said)
+            if answer is None:
+                raise stream.WireError("wrong proof")
+            greeting = self._decoder.decode(said[1])
         except Exception:  # of bytes, types or sizes: there are many ways not to make sense
             return self._drop(caller)
         self._forget(caller)
-        self._admitted.append((caller.sock, opening.greeting))
+        with contextlib.suppress(OSError):  # it has gone again; what it said before is read all the same
+            caller.sock.sendall(answer)  # the first that is written there, so it does not block
+        self._admitted.append((caller.sock, greeting))
 
     def _drop(self, caller: _Caller) -> None:
         self.strangers += 1
         self._forget(caller)
-        wire.close(caller.sock)
+        stream.close(caller.sock)
 
     def _forget(self, caller: _Caller) -> None:
         del self._callers[caller.sock.fileno()]

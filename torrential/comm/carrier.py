@@ -9,11 +9,11 @@ only `wait` blocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torrential.comm.protocol import Complaints, Meter
-from torrential.errors import WaitedTooLong
+from torrential.errors import RunFailed, WaitedTooLong
 
 
 class Operation:
@@ -39,9 +39,8 @@ class Operation:
 
     def in_words(self) -> str:
         """What a member does that waits here, as in "worker 1 waits for worker 0 in an all-gather"."""
-        article = "an" if self.what[0] in "aeiou" else "a"
         vote = " (a vote is one)" if self.what == "all-gather" and not self.carrier.among else ""
-        return f"in {article} {self.what}{vote}{self.carrier.among}"
+        return f"in {with_article(self.what)}{vote}{self.carrier.among}"
 
     def done(self) -> bool:
         self.carrier.progress()
@@ -122,3 +121,25 @@ class Carrier:
     def idle(self, head: Operation, waited: float) -> None:
         """Sleep until `head` may be able to go on, a few milliseconds at the most."""
         raise NotImplementedError
+
+
+def with_article(what: str) -> str:
+    return f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
+
+
+def members_of_group(rank: int, ranks: Iterable[int], members: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks of a group that a worker asks for, ascending. Raises RunFailed if it is not itself one of them, or if
+    one of them is no member."""
+    group = tuple(sorted(set(ranks)))
+    strangers = [other for other in group if other not in members]
+    if rank not in group:
+        remedy = f"in which it is not itself; put {rank} among them"
+    elif strangers:
+        remedy = f"of which {_listed(strangers)} is no member; the members are {_listed(members)}"
+    else:
+        return group
+    raise RunFailed(f"worker {rank} asks for a group of workers {_listed(group)}, {remedy}")
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks)) or "none"

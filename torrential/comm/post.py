@@ -1,14 +1,15 @@
 """Letters between any two roles, over unix or tcp sockets: the one transport, which collectives use, too.
 
-Everybody listens. Whoever writes first dials, shows the run's token and says who it is; the answer goes back on the
-same connection. If two roles dial each other at the same moment, each goes on writing on the connection it has; so
-letters of one role to another arrive in order.
+Everybody listens. Whoever writes first dials, proves that it knows the run's secret and says who it is; the answer goes
+back on the same connection. If two roles dial each other at the same moment, each goes on writing on the connection it
+has; so letters of one role to another arrive in order.
 
 Reading is done in the owner's own thread, from all connections at once, whenever it waits for something: no other
 thread has a hand in a small letter, there or back. While the owner computes, a thread may read in its place
 (`read_meanwhile`), so that an all-reduce gets on during backward; the owner takes over again when it next waits.
 
-    caller ── token, Greeting ──► listener     anything else: a stranger, dropped and counted
+    caller ── proof, Greeting ──► listener     anything else: a stranger, dropped and counted
+    caller ◄──────────── proof ── listener     anything else: an impostor, whose letters are not read
     caller ── letter ───────────► listener
     caller ◄─────────── letter ── listener
 
@@ -18,10 +19,12 @@ A letter for somebody who is gone is lost without a word: whoever needs an answe
 from __future__ import annotations
 
 import contextlib
+import hmac
 import math
 import os
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -33,11 +36,12 @@ from typing import Any, NamedTuple
 import msgspec
 from torch import Tensor
 
-from torrential.comm import wire
+from torrential.comm import stream, wire
 from torrential.comm.admission import Admission
 from torrential.comm.frames import AT_ONCE, Frames, Landing, Memory, frame, nowhere, reader_of
 from torrential.comm.outbox import Outbox, Outgoing
 from torrential.comm.protocol import SERVERS, Letter, role_name
+from torrential.comm.tls import Tls, TlsSocket
 from torrential.errors import WaitedTooLong
 
 DIAL_SECONDS = 5.0
@@ -93,23 +97,35 @@ class _Line:
     frames: Frames
     piece, flags = AT_ONCE, socket.MSG_DONTWAIT  # how a large payload is read: so many bytes at once, and how
 
-    def __init__(self, sock: socket.socket, outbox: Outbox, address: int, life: int) -> None:
+    def __init__(self, sock: stream.Connected, outbox: Outbox, address: int, life: int, answer: bytes) -> None:
         self.sock, self.outbox, self.address, self.life = sock, outbox, address, life
+        self.answer = answer  # what the other side has yet to say before it is believed
+
+    def hear_answer(self) -> None:
+        said = self.sock.recv(len(self.answer), socket.MSG_DONTWAIT)
+        if not said:
+            raise wire.Closed
+        if not hmac.compare_digest(said, self.answer[: len(said)]):
+            raise wire.WireError("wrong answer")
+        self.answer = self.answer[len(said) :]
 
 
 class Post:
     """One role's letters. To be used by one thread, its owner, except for `know`, `announce` and `stop`."""
 
-    def __init__(self, address: int, life: int, listen: str, token: bytes, messages: Any) -> None:
-        self.address, self.life, self._token = address, life, token
+    def __init__(
+        self, address: int, life: int, listen: str, secret: bytes, messages: Any, tls: Tls | None = None
+    ) -> None:
+        self.address, self.life, self._secret, self._tls = address, life, secret, tls
         self.memory: Memory | None = None  # what can be shared with others; to be set before the first letter
         self._landing: Landing = nowhere
-        self._admission = Admission(listen, token, Greeting)
+        self._admission = Admission(listen, secret, Greeting, tls)
         self.where = self._admission.address
-        self._decoder = reader_of(Greeting | messages)
+        self._decoder = reader_of(messages)
         self._contacts: Mapping[int, Contact] = {}
         self._lines: dict[int, _Line] = {}  # by descriptor
         self._to: dict[int, _Line] = {}  # whom we write to on which
+        self._unread: list[_Line] = []  # with more to be read, of which the kernel knows nothing
         self._arrived: deque[Letter] = deque()
         self._routes: dict[type, _Route] = {}
         self._events = self._seen = 0  # letters that have come, and news; of these, until the last pause
@@ -126,9 +142,8 @@ class Post:
         self._epoll.register(self._news, select.EPOLLIN)
 
     def understand(self, messages: Any) -> None:
-        """Set the kinds of messages that letters may hold, besides greetings. To be called before the first is
-        received."""
-        self._decoder = reader_of(Greeting | messages)
+        """Set the kinds of messages that letters may hold. To be called before the first is received."""
+        self._decoder = reader_of(messages)
 
     def route(
         self,
@@ -139,6 +154,10 @@ class Post:
         """Have letters of this kind given to `deliver(source, message, tensors)` instead of `receive`, as soon as they
         are read; their tensors land where `landing(source, message)` says. The substitute may call both."""
         self._routes[kind] = _Route(deliver, landing)
+
+    def beside(self, listen: str, messages: Any) -> Post:
+        """Another post of this role, for letters of other kinds."""
+        return Post(self.address, self.life, listen, self._secret, messages, self._tls)
 
     # -- what other threads may call --------------------------------------------------------------------------------
     def know(self, contacts: Mapping[int, Contact]) -> None:
@@ -195,11 +214,12 @@ class Post:
         if contact is None:
             return None
         try:
-            sock = wire.connect(contact.where, self._token, DIAL_SECONDS)
+            sock = stream.connect(contact.where, DIAL_SECONDS, wait=False, tls=self._tls)
         except OSError:
             return None
-        line = self._add(sock, to, contact.life)
-        line.outbox.send(*frame(Greeting(self.address, self.life), (), None), Outgoing())
+        words, answer = stream.opening(contact.where, self._secret, Greeting(self.address, self.life))
+        line = self._add(sock, to, contact.life, answer)
+        line.outbox.send([memoryview(words)], 0, Outgoing())
         with self._table:
             self._to[to] = line
         return line
@@ -240,6 +260,9 @@ class Post:
             elif descriptor == self._news:
                 os.eventfd_read(self._news)
                 self._events += 1
+                unread, self._unread = self._unread, []
+                for line in unread:
+                    self._read(line)
             else:
                 self._admit()
         if not ready and self._admission.deadline <= time.monotonic():
@@ -270,6 +293,8 @@ class Post:
     def _read(self, line: _Line) -> None:
         frames = line.frames
         try:
+            while line.answer:
+                line.hear_answer()
             for _ in range(READS):
                 room = frames.room(line.piece)
                 got = line.sock.recv_into(room, 0, line.flags if frames.straight else socket.MSG_DONTWAIT)
@@ -279,15 +304,21 @@ class Post:
                     self._take(line, message, tensors)
                 if got < room.nbytes:
                     return
+            self._read_again(line)
         except BlockingIOError:
             return
         except (wire.Closed, wire.WireError, OSError) as error:
-            self._admission.strangers += isinstance(error, wire.WireError)
+            self._admission.strangers += isinstance(error, wire.WireError | ssl.SSLError)
             self._drop(line)
 
+    def _read_again(self, line: _Line) -> None:
+        """Read from a connection once more before sleeping, if there may be something that has been taken from the
+        kernel."""
+        if isinstance(line.sock, TlsSocket) and line.sock.pending():
+            self._unread.append(line)
+            self._wake()
+
     def _take(self, line: _Line, message: Any, tensors: list[Tensor]) -> None:
-        if isinstance(message, Greeting):
-            raise wire.WireError("a second greeting")
         contact = self._contacts.get(line.address)
         if contact is not None and contact.life > line.life:
             return  # from one whose place another has taken
@@ -335,14 +366,23 @@ class Post:
         """Callers that were dropped, and peers that talked nonsense."""
         return self._admission.strangers
 
-    def _add(self, sock: socket.socket, address: int, life: int) -> _Line:
-        line = _Line(sock, Outbox(partial(wire.write, sock), self._wake), address, life)
+    def _add(self, sock: stream.Connected, address: int, life: int, answer: bytes = b"") -> _Line:
+        line = _Line(sock, Outbox(partial(wire.write, sock), self._wake), address, life, answer)
         line.frames = Frames(self._decoder, self.memory, partial(self._lands, line))
         _tune(sock, MEMBERS_QUEUE if max(self.address, address) < SERVERS else LOCAL_QUEUE)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(1e6 * ASLEEP_SECONDS)))
         self._lines[sock.fileno()] = line
-        self._epoll.register(sock, select.EPOLLIN)
+        if isinstance(sock, TlsSocket) and not sock.shaken:
+            sock.on_shaken = partial(self._watch, sock)
+        else:
+            self._epoll.register(sock, select.EPOLLIN)
+            self._read_again(line)
         return line
+
+    def _watch(self, sock: TlsSocket) -> None:
+        """Read from a connection from now on. Called by the thread that has shaken hands."""
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            self._epoll.register(sock, select.EPOLLIN)
 
     def _admit(self) -> None:
         for sock, greeting in self._admission.poll():
@@ -359,7 +399,8 @@ class Post:
         with self._table:
             if self._to.get(line.address) is line:
                 del self._to[line.address]
-        self._epoll.unregister(descriptor)
+        with contextlib.suppress(FileNotFoundError):  # it was not read from yet
+            self._epoll.unregister(descriptor)
         line.outbox.close()
         wire.close(line.sock)
 
@@ -376,11 +417,11 @@ class Post:
         os.close(self._news)
 
 
-def _tune(sock: socket.socket, queue: int) -> None:
+def _tune(sock: stream.Connected, queue: int) -> None:
     """Inside a host nothing is lost and nothing far away: short queues, which stay in the cores' caches, and no pacing
     by whatever this system does for networks."""
     with contextlib.suppress(OSError):  # the other side is gone, as reading will say; or this system has it not
-        if sock.family == socket.AF_INET and sock.getpeername()[0].startswith("127."):
+        if sock.family != socket.AF_UNIX and stream.near(sock.getpeername()[0]):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, queue)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, queue)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")

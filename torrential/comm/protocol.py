@@ -14,14 +14,13 @@ it reads in the newest `view` who is there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from torch import Tensor, dtype
-
 if TYPE_CHECKING:
+    from torch import Tensor, dtype
     from torch.distributed import ProcessGroup
 
     from torrential.server.messages import View
@@ -98,7 +97,8 @@ class Mail(Protocol):
     def sleep(self, seconds: float) -> None: ...
 
     def buffer(self, name: str, numel: int, dtype: dtype, *, common: bool = False, rank: int | None = None) -> Tensor:
-        """A registered tensor, zero at first. `common`: one copy that all roles see (only where `shares_memory`)."""
+        """A registered tensor, zero at first. `common`: one copy that all roles of a host see (only where
+        `shares_memory`, and for strategies with `one_memory`)."""
 
     def post(self, to: int, message: Any, tensors: Sequence[Tensor] = ()) -> Handle:
         """Send a letter; one that is lost is not reported. Letters of one role to another arrive in order. The handle
@@ -144,7 +144,8 @@ class Group(Protocol):
         its slice of the sum, and the rest of `region` is scratch."""
 
     def all_gather(self, vector: Tensor) -> Handle:
-        """Waits for a (members, numel) tensor of everyone's small vector, and so is a barrier too."""
+        """Waits for a (members, numel) tensor of everyone's vector, and so is a barrier too. One that is not small is
+        part of a registered buffer."""
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         """Copy the root's tensor to all others. `tensor` is part of a registered buffer."""
@@ -158,6 +159,7 @@ class Comm(Mail, Group, Protocol):
 
     rank: int
     generation: int
+    lives: dict[int, int]  # by address: how many have been there before whoever is there now
 
     def group(self, ranks: Sequence[int]) -> Group:
         """Some of the members, this one among them; to be asked for anew when members have changed."""
@@ -173,13 +175,38 @@ class Comm(Mail, Group, Protocol):
     def recv(self, into: Tensor, source: int, tag: str = "") -> Handle:
         """Receive the next tensor that a member sends under this tag; waits for `into`."""
 
-    def compute(self, samples: float, work: Callable[[], T]) -> T:
+    def pass_on(self, tensor: Tensor, to: int, tag: str, room: int) -> Handle:
+        """Send a tensor to another member, which takes it over by `take`. All that are passed on under one tag are of
+        one size. Where memory is shared it is copied once. `room`: how many of them the other one may have at a time
+        before more are copied twice."""
+
+    def take(self, sizes: Sequence[int], kind: dtype, source: int, tag: str, room: int) -> Handle:
+        """Take over the next tensor that a member passes on under this tag; waits for it. Its memory is the sender's
+        again when nobody here has it any more."""
+
+    def compute(self, samples: float, work: Callable[[], T], *, waits: bool = False) -> T:
         """Forward and backward over so many samples, or a share of that work. Where time is simulated it takes what it
-        takes there."""
+        takes there. `waits`: work waits for others on its way, by `within_work`."""
+
+    def within_work(self, wait: Callable[[], T]) -> T:
+        """Wait for others in the middle of the work of `compute`, in forward or in backward."""
 
     def reached(self, share: float, then: Callable[[], None]) -> None:
         """Call `then` when this share of `work` is done; from within `work`. Where time is simulated: when that time
         has come."""
+
+    def join(self, members: Sequence[int], era: int, check: Callable[[], None]) -> None:
+        """Exchange tensors with these workers from now on, where workers do not regroup: those of them that name the
+        same era, a number that grows. What was sent in earlier ones is thrown away. Waits call `check`, which raises
+        Regrouped if one of them is gone."""
+
+    @property
+    def traced(self) -> bool:
+        """Whether the run is traced; if not, `span` does nothing."""
+
+    def span(self, what: str, began: float, about: Mapping[str, float] = ...) -> None:
+        """Put into the trace what this role did from `began` until now. `about`: numbers that are shown with it; of
+        these, `waited` is the seconds of it in which it waited for somebody else."""
 
     def check(self) -> None:
         """Raise Regrouped if membership has changed. Waits do this; a role that never waits must."""

@@ -4,8 +4,8 @@
     advance   of each stream: start a step's sends; once its receives are here, add them up; on to the next step
     finished  every stream is at its end, and what was sent is with the kernel
 
-A message's tag is the operation's number and its key in the plan. Operations in flight progress side by side, each
-as far as it can; only their numbers, the same for all members, are given out in one order.
+A message's tag is the operation's number and name, and its key in the plan. Operations in flight progress side by side,
+each as far as it can; only their numbers, the same for all members, are given out in one order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from torrential.comm.carrier import Carrier, Operation
+from torrential.comm.carrier import Carrier, Operation, with_article
 from torrential.comm.channel import Channel
 from torrential.comm.outbox import Outgoing
 from torrential.comm.protocol import Meter, Part
 from torrential.comm.schedules import ALGORITHMS, bruck, direct, naive, tree
 from torrential.comm.schedules.base import Plan, Receive, Send, Stream
 from torrential.comm.shared import CHUNK
-from torrential.errors import UnequalSizes
+from torrential.errors import UnequalCalls, UnequalSizes
 
 REST_SECONDS = 2e-3
 MANY = 16  # members; up to here all-gathers go straight to everybody, in one round
@@ -87,10 +87,13 @@ class ScheduledCarrier(Carrier):
 
     def all_gather(self, vector: Tensor) -> Operation:
         """Finished once everybody's vector is here, whether or not ours has left: a vote counts when it is heard."""
+        return self._all_gather("all-gather", vector)
+
+    def _all_gather(self, what: str, vector: Tensor) -> Operation:
         rows = self._rows(vector)
         many = len(self.members) > MANY
         plan = self._plan(bruck.all_gather if many else direct.share, rows.shape[1])
-        operation = Planned(self, "all-gather", plan, rows)
+        operation = Planned(self, what, plan, rows)
         operation.until_sent = False
         operation.result = rows[:, : vector.numel()]
         return self.launch(operation)
@@ -114,9 +117,7 @@ class ScheduledCarrier(Carrier):
         return self.launch(operation)
 
     def barrier(self) -> Operation:
-        operation = self.all_gather(torch.empty(0))
-        operation.what = "barrier"
-        return operation
+        return self._all_gather("barrier", torch.empty(0))
 
     def _rows(self, vector: Tensor) -> Tensor:
         """Room for a vector of each member, ours filled in; at least one element, so that there is a message."""
@@ -154,7 +155,7 @@ class Execution:
     ) -> None:
         """`what`: the collective that it is, as in "all-gather"."""
         self._channel, self._meter = carrier.channel, carrier.meter
-        self._prefix = f"{carrier.prefix}{number}/"
+        self._prefix = f"{carrier.prefix}{number} {what}/"
         self._members, self._what = members, what
         self._index = members.index(carrier.rank)
         self._vector = tensor.view(-1)
@@ -218,6 +219,10 @@ class Execution:
         for receive, place in zip(receives, places, strict=True):
             (came,) = self._channel.take(*place)
             start, stop = receive.start, receive.stop
+            if came.dtype != self._vector.dtype:
+                mine, theirs = (str(t.dtype).removeprefix("torch.") for t in (self._vector, came))
+                call = with_article(self._what)
+                raise UnequalCalls({self._members[self._index]: f"{call} of {mine}", place[0]: f"{call} of {theirs}"})
             if came.numel() != stop - start:
                 raise UnequalSizes(self._what, {self._members[self._index]: stop - start, place[0]: came.numel()})
             if receive.add:

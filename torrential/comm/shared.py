@@ -8,6 +8,10 @@ the one it waits for (a futex), so nobody polls and no wake-up is lost.
     reduce           the same, but written to the root alone
     reduce_scatter   copy the others' slices out, publish | sum my slice: mine from private memory, theirs from shared
     all_gather       copy to my mail slot, publish | read all slots     (small all_reduce: the same, then add)
+                     large vectors: publish | read all buffers | all have read: done
+
+Beside its counter a member writes what each operation is: which collective, of how many elements of what type, with
+what root. Nobody does its work before it has found those of all to be the same.
 
 Slices are summed once, by their owner, in ascending order of rank: the same bits everywhere.
 """
@@ -16,22 +20,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torrential.comm.carrier import Carrier, Operation
+from torrential.comm import wire
+from torrential.comm.carrier import Carrier, Operation, with_article
 from torrential.comm.futex import Futex
 from torrential.comm.protocol import Meter, Part, slices
-from torrential.errors import UnequalSizes
+from torrential.errors import UnequalCalls, UnequalSizes
 
 CHUNK = 1 << 15  # elements summed at a time: operands and result stay in the second-level cache
 MAIL_BYTES = 1 << 20  # one slot; a member has two
 MAX_RANKS = 1024
 SMALL_BYTES = 1 << 14  # all_reduce by mail below this
-WORDS = 16  # counters are one cache line pair apart
+WORDS = 64  # from one counter to the next: both, and what operations are, have cache lines of their own
+KEPT = 16  # operations of which it is known what they are; a member is rarely further ahead than that
+ABOUT = 32  # the first word about operations: two for each, its number and what it is
 SPIN_SECONDS = 5e-5
 REST_SECONDS = 2e-3
+
+_TYPES = list(wire.DTYPES.values())
+_NUMBERED = {dtype: number for number, dtype in enumerate(_TYPES)}
+_KINDS = ["barrier", "all-reduce", "reduce-scatter", "all-gather", "broadcast"]
 
 Find = Callable[[Tensor], Callable[[int], Tensor]]
 """Given a piece of a registered buffer, tells how to find the same piece of another member's buffer."""
@@ -79,6 +91,29 @@ class SharedCarrier(Carrier):
     def mark_reduced(self, number: int) -> None:
         self._set(1, number)
 
+    def announce(self, operation: _SharedOperation) -> None:
+        """Write what an operation is, before it is published."""
+        word = self._about(self.rank, operation.number)
+        self._words[word] = operation.number  # first, so that nobody takes what follows for the one before
+        self._words[word + 1] = operation.about
+
+    def compare(self, operation: _SharedOperation) -> None:
+        """Raise UnequalSizes or UnequalCalls if not all members, who have published it, do the same."""
+        for rank in self.members:
+            word = self._about(rank, operation.number)
+            about = self._words[word + 1]
+            if about != operation.about and self._words[word] == operation.number:  # else it is further ahead
+                self._refuse(operation, rank, about)
+
+    def _refuse(self, operation: _SharedOperation, other: int, about: int) -> None:
+        mine, theirs = CollectiveCall.of(operation.about), CollectiveCall.of(about)
+        if mine._replace(numel=theirs.numel) == theirs:
+            raise UnequalSizes(operation.what, {self.rank: mine.numel, other: theirs.numel})
+        raise UnequalCalls({self.rank: mine.in_words(), other: theirs.in_words()})
+
+    def _about(self, rank: int, number: int) -> int:
+        return self._word(rank, 0) + ABOUT + 2 * (number % KEPT)
+
     def behind(self, which: int, number: int) -> int | None:
         """A member whose counter has not come to `number`, if there is one."""
         for rank in self.members:
@@ -116,7 +151,7 @@ class SharedCarrier(Carrier):
         return self.launch(_Scatter(self, region, parts))
 
     def all_gather(self, vector: Tensor) -> Operation:
-        return self.launch(_Gather(self, vector))
+        return self.launch(_LargeGather(self, vector) if vector.nbytes > MAIL_BYTES else _Gather(self, vector))
 
     def broadcast(self, tensor: Tensor, root: int) -> Operation:
         return self.launch(_Broadcast(self, tensor, root))
@@ -129,15 +164,6 @@ class SharedCarrier(Carrier):
 
     def fill_slot(self, gather: int, vector: Tensor) -> None:
         self.slot(self.rank, gather)[: vector.nbytes].view(vector.dtype).copy_(vector.view(-1))
-        self._words[self._size(self.rank, gather)] = vector.nbytes
-
-    def filled(self, rank: int, gather: int) -> int:
-        """Bytes that a member has put into a slot."""
-        return self._words[self._size(rank, gather)]
-
-    def _size(self, rank: int, gather: int) -> int:
-        """The word that says how much is in a slot, behind the counter of what was published."""
-        return self._word(rank, 0) + 1 + gather % 2
 
     def next_gather(self, operation: _Gather) -> int:
         """Two slots are enough if the previous gather is finished here before the next one starts."""
@@ -148,15 +174,46 @@ class SharedCarrier(Carrier):
         return self._gathers
 
 
+class CollectiveCall(NamedTuple):
+    """What an operation is, which must be the same on all members; it fits into a word."""
+
+    kind: int
+    numel: int = 0
+    dtype: int = 0
+    root: int = -1
+
+    def word(self) -> int:
+        return ((self.numel << 6 | self.dtype) << 11 | self.root + 1) << 3 | self.kind
+
+    @classmethod
+    def of(cls, word: int) -> CollectiveCall:
+        return cls(word & 7, word >> 20, word >> 14 & 63, (word >> 3 & 2047) - 1)
+
+    def in_words(self) -> str:
+        given = f" of {self.numel} {str(_TYPES[self.dtype]).removeprefix('torch.')}" if self.kind else ""
+        return with_article(_KINDS[self.kind]) + given + (f" with root {self.root}" if self.root >= 0 else "")
+
+
 class _SharedOperation(Operation):
     carrier: SharedCarrier
     stage = 0  # which counter of the others it waits for
+
+    def __init__(self, carrier: SharedCarrier, tensor: Tensor | None = None, root: int = -1) -> None:
+        super().__init__(carrier)
+        kind = _KINDS.index(self.what)
+        call = (
+            CollectiveCall(kind)
+            if tensor is None
+            else CollectiveCall(kind, tensor.numel(), _NUMBERED[tensor.dtype], root)
+        )
+        self.about = call.word()
 
     def lagging(self) -> int:
         rank = self.carrier.behind(self.stage, self.number)
         return self.carrier.rank if rank is None else rank
 
     def start(self) -> None:
+        self.carrier.announce(self)
         self.carrier.publish(self.number)
 
     def work(self) -> None:
@@ -165,6 +222,7 @@ class _SharedOperation(Operation):
     def advance(self) -> bool:
         if self.carrier.behind(0, self.number) is not None:
             return False
+        self.carrier.compare(self)
         self.work()
         self.carrier.mark_reduced(self.number)
         return True
@@ -189,7 +247,7 @@ class _Reduce(_Both):
     what = "all-reduce"
 
     def __init__(self, carrier: SharedCarrier, tensor: Tensor, targets: tuple[int, ...]) -> None:
-        super().__init__(carrier)
+        super().__init__(carrier, tensor, targets[0] if targets != carrier.members else -1)
         self.tensor, self.targets = tensor, targets
 
     def work(self) -> None:
@@ -214,7 +272,7 @@ class _Scatter(_SharedOperation):
     what = "reduce-scatter"
 
     def __init__(self, carrier: SharedCarrier, region: Tensor, parts: Sequence[Part]) -> None:
-        super().__init__(carrier)
+        super().__init__(carrier, region)
         self.region, self.parts = region, parts
         self.mine = slices(region.numel(), len(carrier.members))[carrier.index]
 
@@ -244,7 +302,7 @@ class _Gather(_SharedOperation):
     what = "all-gather"
 
     def __init__(self, carrier: SharedCarrier, vector: Tensor) -> None:
-        super().__init__(carrier)
+        super().__init__(carrier, vector)
         assert vector.nbytes <= MAIL_BYTES, f"vector of {vector.nbytes} bytes (limit: {MAIL_BYTES})"
         self.vector = vector.contiguous()
         self.gather = carrier.next_gather(self)
@@ -263,11 +321,22 @@ class _Gather(_SharedOperation):
 
     def _views(self) -> list[Tensor]:
         """What every member has put there."""
-        size, carrier = self.vector.nbytes, self.carrier
-        if any(carrier.filled(rank, self.gather) != size for rank in carrier.members):
-            elements = {r: carrier.filled(r, self.gather) // self.vector.element_size() for r in carrier.members}
-            raise UnequalSizes(self.what, elements)
-        return [self._view(rank) for rank in carrier.members]
+        return [self._view(rank) for rank in self.carrier.members]
+
+
+class _LargeGather(_Both):
+    """Of vectors larger than a slot: pieces of registered buffers, which the others copy from where they lie."""
+
+    what = "all-gather"
+
+    def __init__(self, carrier: SharedCarrier, vector: Tensor) -> None:
+        super().__init__(carrier)
+        self.vector = vector
+
+    def work(self) -> None:
+        carrier, twin = self.carrier, self.carrier.find(self.vector)
+        self.result = torch.stack([self.vector if rank == carrier.rank else twin(rank) for rank in carrier.members])
+        carrier.meter.bytes_sent += (len(carrier.members) - 1) * self.vector.nbytes
 
 
 class _SmallReduce(_Gather):
@@ -282,7 +351,7 @@ class _Broadcast(_Both):
     what = "broadcast"
 
     def __init__(self, carrier: SharedCarrier, tensor: Tensor, root: int) -> None:
-        super().__init__(carrier)
+        super().__init__(carrier, tensor, root)
         self.tensor, self.root = tensor, root
 
     def work(self) -> None:

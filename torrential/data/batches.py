@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from torrential.data.nest import default_collate, form, to_device
 from torrential.data.stream import StreamReader
 from torrential.errors import BadInput
-from torrential.task import Task, is_stream
+from torrential.task import Task, is_stream, training_samples
 from torrential.usercode import calling
 
 _RESIDENT_BYTES = 2 * 10**9  # a data set up to this size is kept in a GPU's memory
@@ -132,6 +132,26 @@ def is_vectorised(dataset: Any) -> bool:
     """Whether a data set's batches are cut from its tensors at once, without code of the user's for each item."""
     inner, _ = _without_subsets(dataset)
     return isinstance(inner, TensorDataset) and type(inner).__getitem__ is TensorDataset.__getitem__
+
+
+def targets_of(task: Task) -> Tensor:
+    """The label of each training item."""
+    if is_vectorised(task.train):
+        inner, places = _without_subsets(task.train)
+        found: Any = inner.tensors[1] if len(inner.tensors) == 2 else None
+        found = found if found is None or places is None else found[places]
+    else:
+        with calling("training data"):
+            items = [task.train[index] for index in range(training_samples(task))]
+        pairs = all(isinstance(item, tuple | list) and len(item) == 2 for item in items)
+        found = torch.as_tensor([item[1] for item in items]) if pairs else None
+    if found is None or found.dim() != 1 or found.is_floating_point():
+        kind = type(task.train).__name__
+        raise BadInput(
+            f"a partition by labels needs (input, label) pairs with whole numbers as labels (train: {kind}); give "
+            "partition a list of index lists"
+        )
+    return torch.as_tensor(found)
 
 
 def _without_subsets(dataset: Any) -> tuple[Any, Tensor | None]:

@@ -150,7 +150,7 @@ def part(take: int, member: int, members: int, batch_size: int) -> tuple[int, in
 @lru_cache(maxsize=4)  # shared by all deals of a process: a simulated world has thousands
 def order(samples: int, seed: int, epoch: int) -> Tensor:
     """The epoch's global shuffle."""
-    return torch.randperm(samples, generator=_generator(f"{seed}/{epoch}"))
+    return torch.randperm(samples, generator=generator(f"{seed}/{epoch}"))
 
 
 @lru_cache(maxsize=4)
@@ -161,7 +161,7 @@ def grouped_order(samples: int, seed: int, epoch: int, lengths: Lengths, group: 
     pieces = [piece[lengths.values[piece].argsort(stable=True)] for piece in shuffled.split(many * group)]
     groups = [*torch.cat(pieces).split(group)]
     last = [groups.pop()] if len(groups[-1]) < group else []
-    mixed = torch.randperm(len(groups), generator=_generator(f"{seed}/{epoch}/groups")).tolist()
+    mixed = torch.randperm(len(groups), generator=generator(f"{seed}/{epoch}/groups")).tolist()
     return torch.cat([*(groups[i] for i in mixed), *last])
 
 
@@ -170,9 +170,10 @@ def _window_order(stream: Order, epoch: int, window: int) -> Tensor:
     """The places in a stream of the samples of one window."""
     start = window * stream.window
     count = min(stream.window, stream.samples - start)
-    return start + torch.randperm(count, generator=_generator(f"{stream.seed}/{epoch}/{window}"))
+    return start + torch.randperm(count, generator=generator(f"{stream.seed}/{epoch}/{window}"))
 
 
-def _generator(place: str) -> torch.Generator:
+def generator(place: str) -> torch.Generator:
+    """Draws that depend on a text alone, which names the seed and a place in the run."""
     mixed = hashlib.blake2b(place.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(mixed, "little") >> 1)

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from torrential.data.rows import Rows
-from torrential.data.statistics import added, flat, frozen, not_finite, restored, versions, widened
+from torrential.data.statistics import (
+    added,
+    checksum,
+    flat,
+    frozen,
+    not_addable,
+    not_finite,
+    restored,
+    versions,
+    widened,
+)
 from torrential.errors import BadInput, RunFailed
 from torrential.usercode import calling
 
@@ -38,7 +48,7 @@ class Query:
     def __call__(self, model: nn.Module, positions: Tensor) -> Tensor:
         """Try it on the first rows."""
         last = len(positions) if self.rows.in_place else 1
-        found = self.compute(self.rows.read(0, last), self.first())
+        found = self.compute(self.rows.read(0, last), self.first(), watched=True)
         self.combined(found, found)
         return next(model.parameters()).sum()
 
@@ -51,17 +61,20 @@ class Query:
         total = len(self.rows)
         return number * total // self.portions, (number + 1) * total // self.portions
 
-    def compute(self, rows: Any, estimate: Any) -> Any:
-        """The statistic of some rows."""
-        given = [frozen(rows)] if self.start is None else [frozen(rows), frozen(estimate)]
-        before = versions(given)
+    def compute(self, rows: Any, estimate: Any, watched: bool = False) -> Any:
+        """The statistic of some rows. `watched`: look for writes by a checksum, too, as some leave no other trace."""
+        lent = [rows] if self.start is None else [rows, estimate]
+        before = versions(lent), checksum(lent) if watched else 0
         with calling("statistic", whose="map_reduce"), torch.no_grad():
-            found = self.statistic(*given)
+            found = self.statistic(*map(frozen, lent))
         if found is None:
             raise BadInput("the statistic returned None; return a sum over the rows that it was given")
-        if versions(given) != before:
+        if (versions(lent), checksum(lent) if watched else 0) != before:
             raise BadInput("the statistic changes what it was given in place; others need that as it is: copy it first")
         flat(found := widened(found))
+        if self.combine is None:
+            for odd in not_addable(found):
+                raise BadInput(f"the statistic has {odd}, which cannot be added; leave it out, or give a combine")
         return found
 
     def combined(self, one: Any, other: Any) -> Any:

@@ -6,6 +6,8 @@ restored(plan, ...)    the nest again
 
 from __future__ import annotations
 
+import dataclasses
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +54,8 @@ def _odd(value: Any) -> str:
         return f"a dict with the key {key!r}"
     if isinstance(value, int):
         return f"{value}, which has more than 64 bits"
+    if isinstance(value, list | tuple):
+        return f"{shape_of(value)}, a {'list' if isinstance(value, list) else 'tuple'} of its own class"
     return shape_of(value)
 
 
@@ -76,12 +80,14 @@ def widened(value: Any) -> Any:
     match value:
         case Tensor():
             kind = torch.float64 if value.is_floating_point() else torch.int64
-            return value if value.is_complex() else value.detach().to(kind, copy=True)
+            made = value if value.is_complex() else value.detach().to(kind, copy=True)
+            return _with_sign(made) if value.dtype == torch.uint64 else made
         case np.ndarray() | np.generic() if value.dtype.kind in "biuf":
-            return np.array(value, dtype=np.float64 if value.dtype.kind == "f" else np.int64)
+            array = np.array(value, dtype=np.float64 if value.dtype.kind == "f" else np.int64)
+            return _with_sign(array) if value.dtype == np.uint64 else array
         case dict():
             return {name: widened(each) for name, each in value.items()}
-        case list() | tuple():
+        case list() | tuple() if type(value) in (list, tuple):
             return type(value)(widened(each) for each in value)
         case bool():
             return int(value)
@@ -113,6 +119,53 @@ def versions(value: Any) -> list[int]:
     return []
 
 
+def checksum(value: Any, start: int = 0, within: bool = False) -> int:
+    """A checksum of the bytes of all arrays and tensors of a nest, and of those that its objects have as attributes.
+    `within` an object, other objects are not looked into."""
+    match value:
+        case Tensor() | np.ndarray():
+            return _checksum(value, start)
+        case Mapping():
+            parts = list(value.values())
+        case list() | tuple():
+            parts = list(value)
+        case _:
+            parts, within = [] if within else _attributes(value), True
+    for part in parts:
+        start = checksum(part, start, within)
+    return start
+
+
+PIECE = 1 << 20  # bytes of an array that may have to be copied at a time
+
+
+def _checksum(array: Tensor | np.ndarray[Any, Any], start: int) -> int:
+    if isinstance(array, Tensor):
+        if array.layout is not torch.strided or array.is_quantized:
+            return start
+        array = array.detach().resolve_conj().resolve_neg()
+    elif array.dtype.hasobject:
+        return start
+    if array.nbytes:
+        array = array.reshape(1) if array.ndim == 0 else array
+        step = max(1, PIECE * len(array) // array.nbytes)
+        for first in range(0, len(array), step):
+            start = zlib.crc32(_bytes(array[first : first + step]), start)
+    return start
+
+
+def _bytes(array: Tensor | np.ndarray[Any, Any]) -> memoryview:
+    if isinstance(array, Tensor):
+        return array.contiguous().view(-1).view(torch.uint8).numpy(force=True).data
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _attributes(value: Any) -> list[Any]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return list(getattr(value, "__dict__", {}).values())
+
+
 def added(one: Any, other: Any) -> Any:
     """The sum of two nests of the same form, place by place."""
     match one:
@@ -120,7 +173,34 @@ def added(one: Any, other: Any) -> Any:
             return {name: added(each, other[name]) for name, each in one.items()}
         case list() | tuple():
             return type(one)(added(a, b) for a, b in zip(one, other, strict=True))
-    return one + other
+    total = one + other
+    if _is_beyond(one, other, total):
+        raise BadInput(BEYOND)
+    return total
+
+
+BEYOND = "the sum of whole numbers in the statistic is beyond 64 bits; return them as float64"
+
+
+def _is_beyond(one: Any, other: Any, total: Any) -> bool:
+    """Whether a sum of whole numbers has more than 64 bits: in int64 it has wrapped, and has neither's sign."""
+    match total:
+        case Tensor() if total.is_floating_point():
+            return False
+        case np.ndarray() | np.generic() if total.dtype.kind != "i":
+            return False
+        case Tensor() | np.ndarray() | np.generic():
+            return bool((((one ^ total) & (other ^ total)) < 0).any())
+        case int():
+            return not -(1 << 63) <= total < 1 << 63
+    return False
+
+
+def _with_sign(array: Any) -> Any:
+    """What was made of whole numbers without a sign."""
+    if (array < 0).any():
+        raise BadInput(BEYOND)
+    return array
 
 
 def shape_of(value: Any) -> str:
@@ -139,13 +219,27 @@ def shape_of(value: Any) -> str:
 
 def not_finite(value: Any, where: str = "") -> Iterator[str]:
     """The places of a nest that hold NaN or infinity, in words."""
+    for place, leaf in _places(value, where):
+        is_number = isinstance(leaf, Tensor | np.ndarray | np.generic | float)
+        if is_number and not torch.as_tensor(leaf).isfinite().all():
+            yield place
+
+
+def not_addable(value: Any) -> Iterator[str]:
+    """What of a nest cannot be added, and where, in words."""
+    for where, leaf in _places(value):
+        if isinstance(leaf, str | None):
+            yield f"{'None' if leaf is None else 'a text'} in {where}"
+
+
+def _places(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in a nest that is no container, with its place in words."""
     match value:
         case Mapping():
             for name, each in value.items():
-                yield from not_finite(each, f"{where}[{name!r}]")
+                yield from _places(each, f"{where}[{name!r}]")
         case list() | tuple():
             for place, each in enumerate(value):
-                yield from not_finite(each, f"{where}[{place}]")
-        case Tensor() | np.ndarray() | np.generic() | float():
-            if not torch.as_tensor(value).isfinite().all():
-                yield where or "its value"
+                yield from _places(each, f"{where}[{place}]")
+        case _:
+            yield where or "its value", value

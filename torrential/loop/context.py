@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torrential.errors import BadInput
 from torrential.loop.data import LoopData
 from torrential.loop.loader import order_of
 from torrential.loop.optimizer import BackwardLosses, GroupOptions
@@ -57,7 +61,7 @@ class LoopContext(RoleContext):
         self.state.everybody("dealing", lambda: self.data.deal.state(), lambda state: self.data.deal.load(state))
         groups = _SavedGroups(optimizers)
         for name, thing in {"optimizer groups": groups, **saved}.items():
-            self.state.everybody(name, *_as_tensors(thing), undo=False)
+            self.state.everybody(name, *_as_tensors(name, thing), undo=False)
 
     def _make_data(self, schedule: Schedule) -> LoopData:
         order = order_of(self._dataset, self._shuffle, self.config.seed)
@@ -129,16 +133,36 @@ class _SavedGroups:
                 group.update(saved)
 
 
-def _as_tensors(thing: Any) -> tuple[Callable[[], dict[str, Tensor]], Callable[[Mapping[str, Tensor]], None]]:
+def _as_tensors(
+    name: str, thing: Any
+) -> tuple[Callable[[], dict[str, Tensor]], Callable[[Mapping[str, Tensor]], None]]:
     """How an object with state_dict and load_state_dict is saved as a tensor, and loaded again."""
 
     def save() -> dict[str, Tensor]:
         out = io.BytesIO()
-        torch.save(thing.state_dict(), out)
+        torch.save(_without_numpy(thing.state_dict()), out)
         return {"state": torch.frombuffer(bytearray(out.getvalue()), dtype=torch.uint8)}
 
-    def load(state: Mapping[str, Tensor]) -> None:
-        saved = io.BytesIO(state["state"].contiguous().numpy().tobytes())
-        thing.load_state_dict(torch.load(saved, weights_only=True))
+    def read(state: Mapping[str, Tensor]) -> Any:
+        return torch.load(io.BytesIO(state["state"].contiguous().numpy().tobytes()), weights_only=True)
 
-    return save, load
+    try:
+        read(save())
+    except pickle.UnpicklingError as error:
+        kind = re.search(r"GLOBAL (\S+)", str(error))
+        raise BadInput(
+            f"the state of {name!r} holds {f'a {kind[1]}' if kind else 'an object'}, which no checkpoint can hold; "
+            "keep tensors, numbers, texts, lists and dicts in its state_dict"
+        ) from error
+    return save, lambda state: thing.load_state_dict(read(state))
+
+
+def _without_numpy(value: Any) -> Any:
+    """The same with Python's numbers in the place of numpy's, which checkpoints do not hold."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {_without_numpy(key): _without_numpy(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_numpy, value))
+    return value

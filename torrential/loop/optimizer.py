@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -60,9 +61,15 @@ class GroupOptions:
 
     def values(self) -> list[float]:
         """All of them as they are now, one after the other."""
+        groups = list(self._groups())
+        if len(groups) != len(self._names):
+            raise RunFailed(
+                f"an optimizer was given another parameter group (there were {len(self._names)}, now {len(groups)}), "
+                "which the run's optimizer does not know; add all groups before run.prepare, frozen ones too"
+            )
         return [
             number
-            for names, group in zip(self._names, self._groups(), strict=True)
+            for names, group in zip(self._names, groups, strict=True)
             for name in names
             for number in _numbers(group[name])
         ]
@@ -110,9 +117,32 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[[], None]) -> 
         self._opt_called = True  # type: ignore[attr-defined]  # by which schedulers know the order of calls
         step()
 
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # a GradScaler unscales and skips itself
     if patched:  # a scheduler made before has to see that this is its optimizer still
         take_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = MethodType(take_step, optimizer)  # type: ignore[method-assign]
+
+
+def tell_of_state(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer say, when a script asks it for its state or gives it one in its loop, that the run has it."""
+    plain = optimizer.state_dict
+
+    def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
+        warnings.warn(
+            "optimizer.state_dict() has no state in a launched script: the run keeps it, and saves it in checkpoints "
+            "(go on with --resume)",
+            stacklevel=2,
+        )
+        return plain()
+
+    def load_state_dict(self: torch.optim.Optimizer, state: dict[str, Any]) -> NoReturn:
+        raise RunFailed(
+            "optimizer.load_state_dict was called in a launched script, where the run keeps the state; leave it out, "
+            "and go on with --resume"
+        )
+
+    optimizer.state_dict = MethodType(state_dict, optimizer)  # type: ignore[method-assign]
+    optimizer.load_state_dict = MethodType(load_state_dict, optimizer)  # type: ignore[method-assign]
 
 
 class BackwardLosses:

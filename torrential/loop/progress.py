@@ -25,7 +25,7 @@ class LoopProgress(TrainingProgress):
     _kept = 0  # the last step with a snapshot
     _due: tuple[Saving, int] | None = None
 
-    def rate(self, joined: int, batch: Batch | None = None) -> float:
+    def rate(self, joined: int, batch: Batch | None = None, *, ahead: int = 0) -> float:
         self._last_rate = self.current_rate()
         return self._last_rate
 
@@ -60,8 +60,8 @@ class LoopProgress(TrainingProgress):
         if self._leaves or not math.isnan(self.loss):  # else the script still adds gradients up for its first step
             super()._record_served()
 
-    def stepped(self, samples: int, loss: float) -> None:
-        super().stepped(samples, loss if samples else self.loss)
+    def stepped(self, samples: int, loss: float, updates: int = 1) -> None:
+        super().stepped(samples, loss if samples else self.loss, updates)
 
     # -- snapshots: when the script wants its next batch, and has done all that belongs to the one before -----------
     def snapshot_due(self) -> bool:

@@ -32,7 +32,7 @@ from torrential.errors import BadInput, RunFailed
 from torrential.loop.blueprint import Blueprint, describe_model, join_models, load_first_values
 from torrential.loop.context import LoopContext
 from torrential.loop.loader import DealtLoader, Pass, check_loader, one_part, order_of, shuffles
-from torrential.loop.optimizer import BackwardLosses, parameters_of, replace_step, spec_of_all
+from torrential.loop.optimizer import BackwardLosses, parameters_of, replace_step, spec_of_all, tell_of_state
 from torrential.loop.turns import AtEnd, BeginPass, NextBatch, Place, TakeStep, Turns
 from torrential.optimizers import OF_RUNS
 from torrential.randomness import TRAINING, seed_all
@@ -289,6 +289,7 @@ class WorkerRun(ScriptRun):
             if not number:
                 register_optimizer_step_pre_hook(self._check_prepared)
             replace_step(thing, lambda: self._step(number))
+            tell_of_state(thing)
         if isinstance(thing, DataLoader):
             self._dealt = dealt = DealtLoader(thing, self.workers, self._config.samples, self._config.seed)
             dealt.begin, dealt.ask, dealt.place = self._begin_pass, self._next, self._passes_done
@@ -445,12 +446,18 @@ class WorkerRun(ScriptRun):
         remedy = ", before its loop was done; leave the loop with break, or raise an error" if amid else ""
         return RunFailed(f"worker {self.rank} called sys.exit({end.code!r}){at}{place and f' ({place})'}{remedy}")
 
+    def _has_never_stepped(self) -> bool:
+        """Whether the script was given batches and took no step. Where workers take batches as they come, one that is
+        slow may have too few for a step; whoever has its full part has enough."""
+        if self._steps or self.context is None or self._dealt is None or self._dealt.newest is None:
+            return False
+        return self._dealt.newest.handed >= (1 if self.context.servers is None else len(self._dealt))
+
     def end(self) -> None:
         """The script has come to its end; returns when the run has."""
         if self.context is None:
             raise BadInput("the script has ended without a batch; iterate over the prepared loader")
-        given = self._dealt is not None and self._dealt.newest is not None and self._dealt.newest.handed > 0
-        if given and not self._steps and not (self._stopped or self.context.comm.stop_requested()):
+        if self._has_never_stepped() and not (self._stopped or self.context.comm.stop_requested()):
             raise RunFailed(NO_STEP)
         after = None if self._dealt is None else self._dealt.after_newest()
         self.turns.ask(AtEnd(after.epoch if after is not None and after.broken else 0))

@@ -4,25 +4,31 @@
     membership ── Finish ► worker          all have left: one that can gives the last snapshot, and leaves again
     membership ── Dismissed ──► everybody
 
-When all workers have left nobody is there any more who could be waited for, so that the last snapshot is whole.
+When all workers have left nobody is there any more who could be waited for, so that the last snapshot is whole. A
+coordinator is to leave, too: one that then neither says anything nor takes a step for `timeout` seconds fails the run.
 """
 
 from __future__ import annotations
 
 from itertools import chain
 
+from torrential.errors import RunFailed
 from torrential.membership import messages as m
 from torrential.membership.generations import Generations
 from torrential.membership.observer import ObserverBacklog
-from torrential.membership.roll import Member, Roll
+from torrential.membership.roll import Member, Roll, Rules
 from torrential.membership.views import Views
 
 ASKED_SECONDS = 2.0  # in which a process is started, and before which nobody is to blame that it was not
 
 
 class Leaving:
-    def __init__(self, roll: Roll, generations: Generations, views: Views, observing: ObserverBacklog) -> None:
+    def __init__(
+        self, roll: Roll, rules: Rules, generations: Generations, views: Views, observing: ObserverBacklog
+    ) -> None:
         self._roll, self._generations, self._views, self._observing = roll, generations, views, observing
+        self._rules = rules
+        self._since, self._step = 0.0, 0  # when somebody left or died, or a step was taken; and the steps by then
         self.finisher: Member | None = None  # who was asked for the last snapshot
         self.dismissed = False
 
@@ -44,6 +50,7 @@ class Leaving:
     def dismiss_if_all_left(self) -> None:
         """Let everybody go if nothing is left to be done."""
         roll = self._roll
+        self._since, self._step = roll.now, self._generations.step
         programs = chain(roll.workers.values(), roll.coordinators.values())
         if self.dismissed or not roll.workers or not all(member.left for member in programs):
             return
@@ -70,3 +77,30 @@ class Leaving:
             self._views.renew()  # it has to know that all have left, itself included
         self.finisher = worker
         self._roll.send(worker, m.Finish())
+
+    # -- coordinators that stay -----------------------------------------------------------------------------------
+    @property
+    def due(self) -> float | None:
+        """When the patience with coordinators is over that stay though all workers have left; None: there are none."""
+        staying = self._staying()
+        return max(self._since, *(member.heard for member in staying)) + self._rules.timeout if staying else None
+
+    def refuse_staying(self) -> None:
+        """Raise RunFailed if coordinators have stayed for too long, and nothing has come of it."""
+        due, step = self.due, self._generations.step
+        if due is None or self._roll.now < due:
+            return
+        if step > self._step:
+            self._since, self._step = self._roll.now, step
+            return
+        names = " and ".join(member.name for member in self._staying())
+        raise RunFailed(
+            f"{names} has not left though all workers have, and has taken no step for {self._rules.timeout:g} s; have "
+            f"its program end with ctx.leave() (a larger --set timeout waits longer); {self._rules.going_on()}"
+        )
+
+    def _staying(self) -> list[Member]:
+        roll = self._roll
+        if self.dismissed or not roll.workers or not all(worker.left for worker in roll.workers.values()):
+            return []
+        return [member for member in roll.coordinators.values() if not (member.left or member.delayed)]

@@ -42,7 +42,7 @@ class Membership:
         self._generations = Generations(roll, rules)
         self._views = Views(roll, rules)
         self._observing = ObserverBacklog(roll, rules)
-        self._leaving = Leaving(roll, self._generations, self._views, self._observing)
+        self._leaving = Leaving(roll, rules, self._generations, self._views, self._observing)
         self._collectives, self._letters = CollectiveHangs(roll, rules), LetterHangs(roll, rules)
         self._liveness = Liveness(roll, rules)
         self._regroups = roll.population["worker"].death in ("regroup", "fail")  # they meet in generations
@@ -52,6 +52,7 @@ class Membership:
         self._back = -math.inf  # when the process that drives this last ran again, after it was stopped, as by Ctrl-Z
         self.began: float | None = None  # when the run's time began; None before everybody was there
         self.done = False  # the observer, too, is finished
+        self._together = self._to_regroup = False  # several are lost at once; whether those that remain are to meet
         self._stopping = False  # whether workers are to finish at the next step that all agree on
         self._handlers: dict[type, Callable[[Member, Any, Sequence[Any]], None]] = {
             m.Ready: lambda member, message, _: self._ready(member, message),
@@ -97,7 +98,8 @@ class Membership:
     @property
     def deadline(self) -> float | None:
         """The time at which `wake` is to be called at the latest; None: it need not be."""
-        return min((due for due in (self._views.due, self._collectives.due) if due is not None), default=None)
+        dues = self._views.due, self._collectives.due, self._leaving.due
+        return min((due for due in dues if due is not None), default=None)
 
     def actions(self) -> Iterator[Action]:
         """The actions to carry out, in order; also those that follow while they are carried out."""
@@ -168,6 +170,21 @@ class Membership:
         else:
             self._died(member, how)
 
+    def lost_together(self, whos: Iterable[Who], how: How, now: float) -> None:
+        """Members are gone at once, as with their host: one event, after which there is one view and one generation.
+        The observer is the last, so that its successor is told who else is gone."""
+        gone, self._together = sorted(whos), True
+        try:
+            with self._views.at_once(wanted=lambda: not self.dismissed):
+                for who in gone:
+                    self.lost(who, how, now)
+        finally:
+            self._together, regroup = False, self._to_regroup
+            self._to_regroup = False
+            self._roll.forget_words_to(gone)
+        if regroup:
+            self._generations.call()
+
     def revive(self, address: int, now: float) -> None:
         """A world that decides itself when the dead come back wants one of them started."""
         self._roll.now = now
@@ -184,11 +201,14 @@ class Membership:
             self._have_workers_stop()
 
     def wake(self, now: float) -> None:
-        """Publish what has been gathered until now, and end workers that collectives have waited for in vain."""
+        """Publish what has been gathered until now, end workers that collectives have waited for in vain, and fail the
+        run of a coordinator that does not leave."""
         self._roll.now = now
         if self._views.due is not None and now >= self._views.due:
             self._views.renew()
         self._collectives.end_hung()
+        if not self._was_absent():
+            self._leaving.refuse_staying()
 
     def tick(self, now: float) -> None:
         """Find members that hang, and end them; to be called many times a second where members may hang."""
@@ -266,7 +286,10 @@ class Membership:
 
     # -- generations ----------------------------------------------------------------------------------------------
     def _regroup(self) -> None:
-        self._generations.call()
+        if self._together:
+            self._to_regroup = True
+        else:
+            self._generations.call()
         self._leaving.finisher = None
         self._collectives.clear()
         self._views.renew()

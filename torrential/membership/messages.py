@@ -17,6 +17,7 @@ class Ready(MemberMessage, frozen=True):
 
     numel: int = 0  # a server's: the length of the key space
     bounds: list[int] | None = None  # a server's: where it may be cut; anywhere by default
+    shares: list[int] = []  # a server's: where it must be cut
 
 
 class Stopped(MemberMessage, frozen=True):
@@ -118,7 +119,6 @@ class Go(MemberMessage, frozen=True):
     applied: int
     behind: list[int]
     began: float  # when the run began, on the clock of the world
-    rendezvous: str = ""  # where a library of collectives finds its members, if one is used; the world fills it in
 
 
 class Roster(MemberMessage, frozen=True):

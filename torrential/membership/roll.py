@@ -134,6 +134,13 @@ class Roll:
     def send(self, member: Member, message: Any, tensors: Sequence[Any] = ()) -> None:
         self.actions.append(Tell(member.who, message, tensors))
 
+    def forget_words_to(self, gone: Sequence[Who]) -> None:
+        """Drop what members were to be told that are gone by now."""
+        for _ in range(len(self.actions)):
+            action = self.actions.popleft()
+            if not (isinstance(action, Tell) and action.to in gone):
+                self.actions.append(action)
+
     def note(self, event: str, worker: int | None = None, detail: str = "") -> None:
         self.actions.append(Note(event, worker, detail))
 

@@ -8,6 +8,9 @@ replicas at once; a server that joins is given its share, and filled by those wh
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 from torrential.comm.protocol import SERVERS
 from torrential.errors import RunFailed
 from torrential.membership import messages as m
@@ -24,19 +27,33 @@ class Views:
         self.view: View | None = None
         self.due: float | None = None  # when the next one is to be published at the latest
         self.began = 0.0
+        self._held = False  # nothing is to be published yet
         self._numel = 0  # the size of the key space
         self._bounds: list[int] | None = None  # where it may be cut; None: anywhere
+        self._shares: list[int] = []  # where it must be cut
         self._lost_at: dict[int, float] = {}  # by number of a server
 
     def begin(self, began: float) -> None:
         """The first one: everybody is there."""
         self.began = began
         servers = sorted(server.address for server in self._roll.servers.values())
-        self._publish(ring.begin(servers, self._numel, self._replicas, self._bounds) if servers else ())
+        cuts = self._bounds, self._shares
+        self._publish(ring.begin(servers, self._numel, self._replicas, *cuts) if servers else ())
 
     def renew(self) -> None:
         """Workers or coordinators have come or gone."""
         if self.view is not None:
+            self._publish(self.view.table)
+
+    @contextlib.contextmanager
+    def at_once(self, wanted: Callable[[], bool]) -> Iterator[None]:
+        """A block in which several come or go: at its end there is one view, if it is still wanted."""
+        before, self._held = self.view, True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self.view is not before and self.view is not None and wanted():
             self._publish(self.view.table)
 
     def gather(self) -> None:
@@ -46,7 +63,7 @@ class Views:
 
     # -- servers --------------------------------------------------------------------------------------------------
     def arrived(self, server: Member, message: m.Ready) -> None:
-        self._numel, self._bounds = message.numel, message.bounds
+        self._numel, self._bounds, self._shares = message.numel, message.bounds, message.shares
         if self.view is not None:
             self._publish(ring.join(self.view.table, server.address, self._replicas, self._bounds))
             self._roll.note("server_joined", None, f"{server.name}, {self._since_lost(server)}")
@@ -88,10 +105,12 @@ class Views:
 
     def _publish(self, table: tuple[Range, ...]) -> None:
         self.due = None
-        version = 1 if self.view is None else self.view.version + 1
+        version = 1 if self.view is None else self.view.version + (not self._held)
         workers = sorted(rank for rank, worker in self._roll.workers.items() if not worker.left)
         coordinators = sorted(one.address for one in self._roll.coordinators.values() if not one.left)
         self.view = View(version, tuple(workers), table, tuple(coordinators))
+        if self._held:
+            return
         everybody = self._roll.everybody()
         roster = m.Roster(self.view, [(e.address, e.contact, e.life) for e in everybody], self.began)
         for member in everybody:

@@ -124,6 +124,14 @@ def _check_alike(spec: OptimizerSpec, built: torch.optim.Optimizer, names: Mappi
                 f"{name} was given {where} = {then.get(where)!r} and does not keep it in its defaults, so workers and "
                 "servers cannot build it again; have it say super().__init__(params, dict(lr=lr, ...)) with all options"
             )
+    for parameter in parameters:
+        mine, fresh = built.state.get(parameter, {}), again.state.get(parameter, {})
+        for where in mine:
+            if where not in fresh or not _same(mine[where], fresh[where]):
+                raise BadInput(
+                    f"{name} has state already ({where} of {names[id(parameter)]}, from steps or load_state_dict), and "
+                    "a run begins without; give it as it is made, and continue runs with --resume"
+                )
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:

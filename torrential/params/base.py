@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torrential.comm.protocol import Agreement, Comm, Handle
+from torrential.optim.corrected import CorrectedSGD
 from torrential.optimizers import OptimizerSpec
 from torrential.params.layout import Bucket, Layout
 
@@ -21,6 +22,13 @@ class Update:
     lr: float
     scale: float  # what clipping leaves of the gradient
     used: tuple[bool, ...]  # by entry: whether any member's backward reached it
+
+
+class StepGuard(Protocol):
+    """Says which steps are left out, because gradients were too large for half precision."""
+
+    overflowed: bool  # whether this member's last gradient was
+    skipping: bool  # whether all members leave out the step that they conclude
 
 
 class Parameters(Protocol):
@@ -101,6 +109,7 @@ ELEMENTWISE = (
     torch.optim.AdamW,
     torch.optim.Adagrad,
     torch.optim.RMSprop,
+    CorrectedSGD,
 )
 
 

@@ -6,7 +6,7 @@ is this worker's own: it is saved for each of them, and put back when a round is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,11 @@ from torrential.errors import RunFailed
 from torrential.optim.outside import Outside
 from torrential.optim.rates import Rates
 from torrential.optimizers import OptimizerSpec
-from torrential.params.base import computing_device, dtype_name, is_elementwise
+from torrential.params.base import StepGuard, computing_device, dtype_name, is_elementwise
 from torrential.params.layout import Layout
 from torrential.params.optimizer_state import begin_momentum, restored, states_of
 from torrential.params.whole import form_of, in_order, lies_in
+from torrential.splits.slices import read_name
 
 _UPDATES = "updates"
 
@@ -37,21 +38,43 @@ class LocalParameters:
         device: torch.device,
         clip_norm: float | None,
         own: bool,
+        guard: StepGuard | None = None,
     ) -> None:
-        """`parameters` stand in the order of the layout. `own`: their values are this worker's, too."""
+        """`parameters` stand in the order of the layout. `own`: their values are this worker's, too. `guard`: knows of
+        steps that are left out."""
+        self._guard = guard
         self.layout, self.spec, self.own = layout, spec, own
         self.counts = [0] * len(layout.entries)
         self._parameters, self.clip_norm = parameters, clip_norm
         self._form = None if is_elementwise(spec) else form_of(spec, layout, computing_device(device))
         ordered = in_order(layout)
-        self._optimizer = spec.build([parameters[e.index] for e in ordered], device.type, [e.name for e in ordered])
+        names = [read_name(e.name)[0] for e in ordered]
+        self._optimizer = spec.build([parameters[e.index] for e in ordered], device.type, names)
         self._rates = Rates(self._optimizer, spec)
         watched = self._form is not None and self._form.unsaved is None
         self._outside = Outside(self._optimizer) if watched else None
         begin_momentum(spec, self._optimizer)
+        self._put_off: Callable[[], None] | None = None
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether parameters may be stepped apart from one another."""
+        return self._form is None
+
+    def put_off(self, work: Callable[[], None]) -> None:
+        """Have a part of the step that is concluded taken by `catch_up`: at the latest before anybody reads values."""
+        self._put_off = work
+
+    def catch_up(self) -> None:
+        """Take the part of the last step that was put off, if it was not taken yet."""
+        if (work := self._put_off) is not None:
+            self._put_off = None
+            work()
 
     def step(self, rate: float, gradient: Tensor | None = None) -> None:
         """Take a step by the gradients that backward has left, or by a flat one."""
+        if gradient is None and self.left_out:
+            return
         if gradient is not None:
             for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
                 parameter.grad = entry.view(gradient).to(parameter.device)
@@ -66,6 +89,16 @@ class LocalParameters:
         for parameter, place in zip(self._parameters, places, strict=bool(places)):
             if not lies_in(parameter, place):
                 self._move_back(parameter, place)
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the gradients that backward has left are of no use."""
+        return self._guard is not None and self._guard.overflowed
+
+    def begin_anew(self) -> None:
+        """Forget what the optimizer knows, as if it had not taken a step."""
+        self._optimizer.state.clear()
+        begin_momentum(self.spec, self._optimizer)
 
     def _move_back(self, parameter: nn.Parameter, place: Tensor) -> None:
         """Put a parameter that the optimizer has given new memory back into the old, of which the program may have a
@@ -109,9 +142,11 @@ class LocalParameters:
 
     def values(self) -> dict[str, Tensor]:
         """The parameters by name."""
+        self.catch_up()
         return {e.name: p.detach() for e, p in zip(self.layout.entries, self._parameters, strict=True)}
 
     def load_values(self, values: Mapping[str, Tensor]) -> None:
+        self.catch_up()
         for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
             if entry.name not in values:
                 raise RunFailed(f"no worker has the parameter {entry.name} any more, nor a copy of it; resume the run")
@@ -119,6 +154,7 @@ class LocalParameters:
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """The optimizer's state by "<parameter>/<key>", and how many steps each parameter has seen."""
+        self.catch_up()
         if self._outside is not None:
             self._outside.check(self._optimizer)
         names = [entry.name for entry in self.layout.entries]
@@ -130,6 +166,7 @@ class LocalParameters:
 
     def load_optimizer_state(self, states: Mapping[str, Tensor]) -> None:
         """Take over such a state; what is said of parameters that are not here has no effect."""
+        self.catch_up()
         by_name = {e.name: (e, p) for e, p in zip(self.layout.entries, self._parameters, strict=True)}
         self._optimizer.state.clear()
         for name, tensor in states.items():

@@ -21,16 +21,15 @@ from torrential.optim.outside import Outside
 from torrential.optim.rates import Rates
 from torrential.optimizers import OptimizerSpec
 from torrential.params.base import (
-    Finished,
     Update,
     computing_device,
     dtype_name,
-    flat_gradient,
     gradients,
     is_elementwise,
 )
 from torrential.params.layout import Bucket, Layout, ParameterEntry
 from torrential.params.optimizer_state import begin_momentum, restored, states_of
+from torrential.params.sums import DenseSums, GradientSums, dense
 from torrential.params.whole import DRAWS, form_of, in_order
 
 
@@ -45,7 +44,9 @@ class ReplicatedParameters:
         spec: OptimizerSpec,
         device: torch.device,
         reduce_device: torch.device,
+        sums: GradientSums | None = None,
     ) -> None:
+        """`reduce_device`: where gradients are summed; `sums`: how, by default as they are."""
         self.comm, self.layout, self.spec, self.device = comm, layout, spec, device
         self.counts = [0] * len(layout.entries)
         self._parameters = gradients(model, layout)
@@ -57,38 +58,17 @@ class ReplicatedParameters:
         self._form = None if is_elementwise(spec) else form_of(spec, layout, computing_device(device))
         self._outside = None if self._form is None or self._form.unsaved is not None else Outside(self._optimizer)
         begin_momentum(spec, self._optimizer)
-        self._staged = reduce_device.type != device.type  # gradients travel to the host and back
-        self._summed: dict[torch.dtype, Tensor] = {}
-        for dtype, numel in layout.sizes.items():
-            if reduce_device.type == "cpu":
-                self._summed[dtype] = comm.buffer(f"gradients/{dtype_name(dtype)}", numel, dtype)
-            else:
-                self._summed[dtype] = torch.zeros(numel, dtype=dtype, device=reduce_device)
-            if self._staged:
-                _pin(self._summed[dtype])
-        self._sums = [entry.view(self._summed[entry.dtype]) for entry in layout.entries]
+        self.sums = DenseSums(comm, layout, self._parameters, device, reduce_device) if sums is None else sums
 
     # -- a step -------------------------------------------------------------------------------------------------
     def reduce(self, bucket: Bucket) -> Handle:
-        if len(self.comm.members) == 1:
-            return Finished()
-        for entry in bucket.entries:
-            target, grad = self._sums[entry.index], self._parameters[entry.index].grad
-            target.zero_() if grad is None else target.copy_(_dense(grad), non_blocking=self._staged)
-        region = self._summed[bucket.dtype][bucket.start : bucket.stop]
-        if self._staged:
-            return _AfterCopy(self.comm, region)
-        return self.comm.all_reduce(region)
+        return self.sums.reduce(bucket)
 
     def square_norm(self) -> float:
         """All of it is here; let one member answer for it."""
         if self.comm.rank != self.comm.members[0]:
             return 0.0
-        if len(self.comm.members) == 1:
-            present = [g for g in map(flat_gradient, self._parameters) if g is not None]
-        else:
-            present = self._sums
-        return sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in present)
+        return self.sums.square_norm()
 
     def apply(self, update: Update) -> None:
         for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
@@ -96,13 +76,11 @@ class ReplicatedParameters:
                 parameter.grad = None
                 continue
             self.counts[entry.index] += 1
-            if len(self.comm.members) > 1:
-                summed = self._sums[entry.index]
-                if self._staged:
-                    summed = summed.to(self.device, non_blocking=True)
+            summed = self.sums.of(entry)
+            if summed is None and parameter.grad is not None and parameter.grad.is_sparse:
+                summed = dense(parameter.grad)
+            if summed is not None:
                 parameter.grad = _as_laid_out(summed, parameter)
-            elif parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = _as_laid_out(_dense(parameter.grad), parameter)
             if update.scale != 1.0 and parameter.grad is not None:
                 parameter.grad *= update.scale
         self._rates.set(update.lr)
@@ -113,6 +91,7 @@ class ReplicatedParameters:
             raise RunFailed(DRAWS.format(name=self.spec.kind.__name__, workers=len(self.comm.members)))
         for parameter in self._parameters:
             parameter.grad = None
+        self.sums.commit()
 
     def wait_for_everybody(self) -> None:
         """Every worker has taken the step by itself."""
@@ -172,10 +151,6 @@ class ReplicatedParameters:
             self._optimizer.state[by_name[named]][key] = restored(key, tensor, form)
 
 
-def _dense(grad: Tensor) -> Tensor:
-    return grad.to_dense() if grad.is_sparse else grad
-
-
 def _as_laid_out(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
     """In memory, too: torch's fused steps take element by element as they lie there (as in channels_last, or .t())."""
     if tensor.stride() == parameter.stride():
@@ -186,24 +161,3 @@ def _as_laid_out(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
 def _elementwise(key: str, tensor: Tensor, entry: ParameterEntry) -> bool:
     """Whether a piece of optimizer state has one value per element of its parameter."""
     return tensor.shape == entry.shape and key != "step"
-
-
-class _AfterCopy:
-    """All-reduce of a region once the device has finished copying into it; waits come in order on every member."""
-
-    def __init__(self, comm: Comm, region: Tensor) -> None:
-        self._comm, self._region = comm, region
-        self._copied = torch.cuda.Event()
-        self._copied.record()
-
-    def done(self) -> bool:
-        return False
-
-    def wait(self, timeout: float | None = None) -> None:
-        self._copied.synchronize()
-        self._comm.all_reduce(self._region).wait(timeout)
-
-
-def _pin(tensor: Tensor) -> None:
-    """Register host memory with CUDA, so that copies to and from it run beside computation."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))

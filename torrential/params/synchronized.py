@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from torrential.comm.protocol import Handle
-from torrential.params.base import CommonParameters, Update
+from torrential.params.base import CommonParameters, StepGuard, Update
 from torrential.params.layout import Bucket
 
 
@@ -19,9 +19,14 @@ class Synchronized:
     """Parameters that all members hold alike, as a strategy uses them: sum gradients, vote, step."""
 
     def __init__(
-        self, parameters: CommonParameters, reached: Callable[[], Sequence[bool]], clip_norm: float | None
+        self,
+        parameters: CommonParameters,
+        reached: Callable[[], Sequence[bool]],
+        clip_norm: float | None,
+        guard: StepGuard | None = None,
     ) -> None:
-        self._parameters, self._reached, self.clip_norm = parameters, reached, clip_norm
+        """`guard`: knows of steps that all members leave out."""
+        self._parameters, self._reached, self.clip_norm, self._guard = parameters, reached, clip_norm, guard
         self.factor = 1.0  # of the sum: what all members' gradients are still to be multiplied by
 
     def reduce(self, bucket: Bucket) -> Handle:
@@ -38,6 +43,8 @@ class Synchronized:
         """Take the step that was decided by everybody's `numbers`, with the gradient times `scale`; clipping applies to
         the sum."""
         square, *reached = numbers.sum(0).tolist()
+        if self._guard is not None and self._guard.skipping:
+            return self._parameters.apply(Update(rate, 1.0, (False,) * len(reached)))
         scale *= self.factor
         if self.clip_norm is not None:
             scale = min(scale, self.clip_norm / (math.sqrt(square) + 1e-6))

@@ -188,6 +188,25 @@ def staleness(study: Study, works: Works) -> Figure | None:
     return {"data": traces, "layout": layout}
 
 
+def periods(study: Study) -> Figure | None:
+    """The local steps between two averages against time; None where no run has changed them."""
+    traces: list[Trace] = []
+    for entry, key in zip(study.entries, entry_keys(study), strict=True):
+        hover = f"%{{y}} steps from %{{x:,.4~r}} s on<extra>{safe(key.name)}</extra>"
+        line = {"color": key.colour, "dash": key.dash, "width": 1.5, "shape": "hv"}
+        for x, y in filter(lambda curve: len(curve[0]), map(series.periods, entry.runs)):
+            traces.append(
+                {"type": "scatter", "mode": "lines", "x": short(x), "y": short(y), "line": line,
+                 "meta": key.key, "name": safe(key.name), "hovertemplate": hover}
+            )  # fmt: skip
+    layout = {
+        "height": 300,
+        "xaxis": {"title": {"text": time_name(study)}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": "local steps"}, "rangemode": "tozero"},
+    }
+    return {"data": traces, "layout": layout} if traces else None
+
+
 def _rows_layout(rows: int, title: str) -> dict[str, Any]:
     """The layout of horizontal bars with the names above them, which leaves a phone all its width for the bars."""
     return {

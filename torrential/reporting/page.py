@@ -26,6 +26,7 @@ from torrential.records import Event, replace_file
 from torrential.reporting import figures, scaling, series, tables
 from torrential.reporting.figures import Works
 from torrential.reporting.marks import Figure, Key, entry_keys, keys, unbroken
+from torrential.reporting.pipeline import pipeline_views
 from torrential.reporting.timeline import event_words, timeline, timeline_bins
 from torrential.study.read import read_study
 from torrential.study.results import REPORT, Entry, Run, Study
@@ -46,6 +47,7 @@ class Section:
     text: str
     figures: dict[str, Figure]
     legend: list[Key] = field(default_factory=list)
+    table: tables.Table | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def render(study: Study) -> str:
     """The whole page."""
     verdict = judge(study)
     works = {id(run): series.work(run) for entry in study.entries for run in entry.runs}
-    sections, trials = figure_sections(study, works), timeline_trials(study, works)
+    sections = [*figure_sections(study, works), *pipeline_sections(study)]
+    trials = timeline_trials(study, works)
     drawn = {name: figure for section in sections for name, figure in section.figures.items()}
     data = data_script({"figures": drawn, "timelines": {trial.id: trial.figure for trial in trials}})
     first = max(trials, key=lambda trial: trial.changes).id if trials else ""
@@ -173,6 +176,9 @@ def figure_sections(study: Study, works: Works) -> list[Section]:
         ("staleness", "Staleness",
          "How many updates by others came between a worker's read and its push, over all updates of all trials.",
          {"stale": figures.staleness(study, works)}, items),
+        ("periods", "Steps between averages",
+         "Local steps between two averages, where the strategy chooses them: a line for each trial.",
+         {"periods": figures.periods(study)}, items),
         ("scaling", "More workers",
          "Lines: medians of the trials shown as points, a miss being later than anything; none where that is a miss. "
          "Dotted: each worker worth as much as the first ones.",
@@ -186,6 +192,18 @@ def figure_sections(study: Study, works: Works) -> list[Section]:
             used = [item for item in named if item.key in shown]
             sections.append(Section(name, title[0].upper() + title[1:], text, there, used))
     return sections
+
+
+def pipeline_sections(study: Study) -> list[Section]:
+    """A section for each run of a pipeline that was traced."""
+    found = []
+    for number, view in enumerate(pipeline_views(study).values()):
+        name, title = f"pipeline-{number}", "One step of the pipeline"
+        if isinstance(view, str):
+            found.append(Section(name, title, view, {}))
+        else:
+            found.append(Section(name, title, view.text, {f"{name}-step": view.figure}, table=view.table))
+    return found
 
 
 def timeline_trials(study: Study, works: Works) -> list[TimelineTrial]:

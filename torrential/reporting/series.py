@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ Curve = tuple[Floats, Floats]
 
 PARTS = ("compute", "communicate", "wait")
 MOST_ROWS = 64  # of a timeline; more workers share rows
+PERIOD = re.compile(r"(\d+) to (\d+) local steps")  # how a change of the period is on record
 PRESENT = 0.1  # of a bin must be on record for a worker to have been there
 
 
@@ -178,6 +180,18 @@ def shares_at_most(staleness: Counter[int]) -> Curve:
     values = np.array(sorted(staleness), np.float64)
     counts = np.array([staleness[int(value)] for value in values], np.float64)
     return values, counts.cumsum() / counts.sum()
+
+
+def periods(run: Run) -> Curve:
+    """The local steps between two averages over time, where a run has changed them: each lasts until the next."""
+    found = [(e.time, PERIOD.match(e.detail)) for e in run.events if e.event == "period"]
+    changes = [(time, int(match[1]), int(match[2])) for time, match in found if match]
+    if not changes:
+        return np.zeros(0), np.zeros(0)
+    end = max([step.time for step in run.steps], default=changes[-1][0])
+    times = [0.0, *(time for time, _, _ in changes), max(end, changes[-1][0])]
+    values = [changes[0][1], *(after for _, _, after in changes), changes[-1][2]]
+    return np.array(times, np.float64), np.array(values, np.float64)
 
 
 def slowness(work: StepColumns) -> dict[int, float]:

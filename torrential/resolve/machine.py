@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torrential.config import LocalSettings, SimSettings
+from torrential.config import HostsSettings, LocalSettings, SimSettings
 from torrential.data.batches import is_vectorised
 from torrential.descriptors import check_descriptors
 from torrential.errors import BadInput
@@ -34,10 +34,42 @@ def check_local(asked: RunRequest, settings: LocalSettings, servers: int, device
     """Whether this machine can run it; the settings as they are carried out."""
     if asked.cluster is not None:
         raise BadInput("--cluster is what is simulated; add --world sim, or leave it out")
-    if settings.hosts > asked.workers:
+    if settings.hosts > asked.workers and not isinstance(settings, HostsSettings):
         raise BadInput(f"more hosts than workers (hosts: {settings.hosts}, workers: {asked.workers}); use fewer hosts")
     check_descriptors(asked.workers + servers)
     return _check_native(settings, device, asked.workers)
+
+
+def check_one_memory(strategy: Strategy, settings: AnySettings, device: str) -> None:
+    """Refuse what workers that have to see the same memory cannot be run with."""
+    name = type(strategy).name
+    if not strategy.one_memory:
+        return
+    if device != "cpu":
+        raise BadInput(f"{name} needs memory that all workers see (device: {device}); use --device cpu")
+    if isinstance(settings, HostsSettings):
+        raise BadInput(
+            f"{name} needs memory that all workers see, which several hosts have not; leave out --rendezvous"
+        )
+    if isinstance(settings, LocalSettings):
+        if settings.transport != "shared":
+            raise BadInput(f"{name} needs memory that all workers see (transport={settings.transport}); leave it out")
+        if settings.algorithm in ("native", "nccl"):
+            raise BadInput(f"{name} needs memory that all workers see (algorithm={settings.algorithm}); leave it out")
+
+
+def _on_one_host(table: dict[str, Any], strategy: Strategy, workers: int, given: bool) -> dict[str, Any]:
+    """The cluster with all workers on one host, where it is not `given` how many there are on each."""
+    cluster = make_cluster(table)
+    if not given and cluster.hosts is None:
+        return table | {"workers_per_host": workers}
+    hosts = len({cluster.host_of_worker(rank) for rank in range(workers)})
+    if hosts > 1:
+        raise BadInput(
+            f"{type(strategy).name} needs memory that all workers see (hosts with workers: {hosts}); use "
+            f"workers_per_host = {workers}"
+        )
+    return table
 
 
 def check_loaders(settings: LocalSettings, task: Task) -> tuple[LocalSettings, list[str]]:
@@ -85,6 +117,9 @@ def check_simulation(
         best = f"use {cores - 1}, which leaves one for the simulation" if cores > 1 else "leave processes out"
         raise BadInput(f"more processes than cores (processes: {settings.processes}, cores: {cores}); {best}")
     table = cluster_table(asked.cluster)
+    if strategy.one_memory:
+        by_default = isinstance(asked.cluster, Cluster) and asked.cluster.workers_per_host == 1
+        table = _on_one_host(table, strategy, asked.workers, "workers_per_host" in table and not by_default)
     roles = strategy.roles(asked.workers, max(1, servers))
     coordinators = sum(role.count for role in roles if role.name == "coordinator")
     make_cluster(table).check(asked.workers, servers, coordinators)

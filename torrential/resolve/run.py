@@ -16,12 +16,24 @@ from torrential.limits import check_target
 from torrential.optim.built import over_model
 from torrential.optim.own_schedule import bound
 from torrential.optim.schedule import examine_schedule
-from torrential.resolve.machine import check_loaders, check_local, check_simulation, choose_device, count_servers
+from torrential.resolve.compression import check_compression
+from torrential.resolve.compute import check_precision, check_recomputing, fit_segments
+from torrential.resolve.machine import (
+    check_loaders,
+    check_local,
+    check_one_memory,
+    check_simulation,
+    choose_device,
+    count_servers,
+)
 from torrential.resolve.request import ResolvedRun, RunRequest
+from torrential.resolve.security import check_security
 from torrential.resolve.settings import split_options
 from torrential.resolve.steps import check_recipe
 from torrential.strategies.base import Strategy
 from torrential.strategies.ddp import Ddp
+from torrential.strategies.fedavg import FedAvg
+from torrential.strategies.hogwild import Hogwild
 from torrential.strategies.registry import changed_options, plain_options, resolve_strategy
 from torrential.task import Task, build_model, training_samples, with_validation
 from torrential.trainer.slow import Slow
@@ -33,7 +45,7 @@ from torrential.userfiles import absolute_spec
 def resolve(asked: RunRequest) -> ResolvedRun:
     """Check everything that can be checked before a process is started."""
     found = resolve_strategy(asked.strategy)
-    strategy, settings, recipe = split_options(asked, found)
+    strategy, settings, recipe, compression = split_options(asked, found)
     _check_numbers(asked)
     task = _task(asked, strategy)
     joined = _samples_per_update(asked, strategy, task)
@@ -52,9 +64,20 @@ def resolve(asked: RunRequest) -> ResolvedRun:
     changed = changed_options(strategy, found.source)
     with calling("fitted", whose=type(strategy).name):
         strategy = strategy.fitted(task, model, asked.workers)
+    check_recomputing(strategy, settings, model)
+    if settings.precision == "fp16" and compression.changes_gradients:
+        raise BadInput("what compress= leaves behind cannot be taken back when fp16 overflows; use precision=bf16")
+    check_precision(strategy, settings, model, device)
+    segments, said = fit_segments(settings, task, model)
+    joined = _samples_per_update(asked, strategy, task)
+    check_one_memory(strategy, settings, device)
     if isinstance(settings, LocalSettings):
         settings = check_local(asked, settings, servers, device)
         settings, idle = check_loaders(settings, task)
+        settings, exposed = check_security(settings, strategy)
+        idle += exposed
+        if settings.loaders and isinstance(strategy, FedAvg):
+            raise BadInput(f"clients read their data by themselves (loaders: {settings.loaders}); leave out loaders")
         if asked.loop is not None and asked.loop.blueprint.readers:
             readers = asked.loop.blueprint.readers
             idle.append(f"num_workers={readers} has no effect: each worker reads its batches in its own process")
@@ -81,18 +104,21 @@ def resolve(asked: RunRequest) -> ResolvedRun:
         device=device,
         settings=settings,
         recipe=recipe,
+        compression=compression,
         cluster=cluster,
         base_batch=recipe.base_batch or asked.task.batch_size,
         samples_per_step=joined if type(strategy).uses_rate else training_samples(task),
         script=None if asked.loop is None else (asked.loop.script.path, *asked.loop.script.args),
         minimize=not task.maximize,
         metric=task.metric_name,
+        segments=segments,
         changed=changed,
     )
     schedule, described = examine_schedule(config, joined, task.schedule)
     config, task = msgspec.structs.replace(config, schedule=described), replace(task, schedule=schedule)
     changes, warnings = check_recipe(config, strategy, task, model, sample, asked)
-    return ResolvedRun(config, task, strategy, changes, idle + warnings)
+    warnings += check_compression(config, strategy, task, model, asked.options)
+    return ResolvedRun(config, task, strategy, changes, idle + said + warnings)
 
 
 def _task(asked: RunRequest, strategy: Strategy) -> Task:
@@ -102,7 +128,7 @@ def _task(asked: RunRequest, strategy: Strategy) -> Task:
     return replace(
         task,
         batch_size=task.batch_size if asked.batch_size is None else asked.batch_size,
-        epochs=task.epochs if asked.epochs is None else asked.epochs,
+        epochs=task.epochs * type(strategy).passes if asked.epochs is None else asked.epochs,
         target=task.target if asked.target is None else asked.target,
     )
 
@@ -163,12 +189,20 @@ def check_loop(asked: RunRequest, strategy: Strategy) -> None:
     given = [option for option in asked.options if option in Recipe.__struct_fields__]
     if given:
         raise BadInput(f"{given[0]} is for tasks, whose loop the run has; do it in the script, and leave it out")
+    for option, instead in (("recompute", "torch.utils.checkpoint"), ("precision", "torch.autocast")):
+        if option in asked.options:
+            raise BadInput(f"{option} is for tasks, whose forward the run calls; use {instead} in the script")
     if issubclass(kind, Ddp):
         raise BadInput(f"{name} wraps the model, which a script's own loop has in its hands; use --strategy allreduce")
+    if issubclass(kind, FedAvg | Hogwild):
+        raise BadInput(
+            f"{name} chooses by itself what each worker trains on, and a script's loop has its part of a joined batch; "
+            "make a task of it, or use another strategy"
+        )
     if any(role.name == "coordinator" for role in strategy.roles(asked.workers, 1)):
         raise BadInput(
             f"{name} has a coordinator that says who computes what, and a script's loop has its own order; "
             "make a task of it, or use another strategy"
         )
-    if kind.part is not Strategy.part:
+    if not strategy.has_whole_model():
         raise BadInput(f"{name} cuts the model, which a script's own loop has in its hands; use another strategy")

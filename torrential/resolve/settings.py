@@ -1,4 +1,5 @@
-"""Whose an option after --set is: the strategy's, the world's or the recipe's; and what does not go together."""
+"""Whose an option after --set is: the strategy's, the world's, the recipe's or compression's; and what does not go
+together."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import msgspec
 
 from torrential.comm import futex
-from torrential.config import WORLDS, LocalSettings, Recipe
+from torrential.config import WORLDS, Compression, HostsSettings, LocalSettings, Recipe
 from torrential.errors import BadInput, UnknownName
 from torrential.optim.recipe import make_recipe
 from torrential.options import make
@@ -17,15 +18,16 @@ from torrential.strategies.registry import Resolved, check_object
 
 NEEDS = {  # what to say of an option of one world that is given in another
     "local": "is for real processes; leave it out, or use --world local",
+    "hosts": "is for runs on several hosts; start them with --rendezvous, or leave it out",
     "sim": "needs a simulation; add --world sim",
 }
 
 
-def split_options(asked: RunRequest, found: Resolved) -> tuple[Strategy, AnySettings, Recipe]:
-    """Options after --set belong to the strategy, the world or the recipe; each name to one of them."""
+def split_options(asked: RunRequest, found: Resolved) -> tuple[Strategy, AnySettings, Recipe, Compression]:
+    """Options after --set belong to the strategy, the world, the recipe or compression; each name to one of them."""
     if asked.world not in WORLDS:
         raise UnknownName("world", asked.world, WORLDS)
-    owners = {"strategy": found.kind, "world": WORLDS[asked.world], "recipe": Recipe}
+    owners = {"strategy": found.kind, "world": WORLDS[asked.world], "recipe": Recipe, "compression": Compression}
     parts: dict[str, dict[str, Any]] = {owner: {} for owner in owners}
     for option, value in asked.options.items():
         owner = next((name for name, kind in owners.items() if option in kind.__struct_fields__), None)
@@ -43,11 +45,11 @@ def split_options(asked: RunRequest, found: Resolved) -> tuple[Strategy, AnySett
     settings = _make_settings(asked.world, parts["world"])
     if isinstance(settings, LocalSettings):
         settings = _with_transport(settings)
-    return strategy, settings, make_recipe(parts["recipe"])
+    return strategy, settings, make_recipe(parts["recipe"]), make(Compression, parts["compression"])
 
 
 def _nobodys(option: str, world: str, known: list[str]) -> BadInput:
-    """The error of an option that neither the strategy nor this world nor the recipe has."""
+    """The error of an option that nobody has, or only another world."""
     for other, kind in WORLDS.items():
         if other != world and option in kind.__struct_fields__:
             return BadInput(f"{option} {NEEDS[other]}")
@@ -78,7 +80,7 @@ def _with_transport(settings: LocalSettings) -> LocalSettings:
         settings = msgspec.structs.replace(settings, transport="unix")  # flags in memory need x86-64 on Linux
     if settings.algorithm == "hierarchical" and not futex.supported():
         raise BadInput("algorithm=hierarchical needs shared memory, which needs Linux on x86-64; use algorithm=ring")
-    if settings.hosts > 1 and settings.algorithm != "hierarchical":
+    if settings.hosts > 1 and not isinstance(settings, HostsSettings) and settings.algorithm != "hierarchical":
         raise BadInput(f"hosts={settings.hosts} needs algorithm=hierarchical (given: {settings.algorithm})")
     if settings.algorithm == "shared" and settings.transport != "shared":
         raise BadInput(

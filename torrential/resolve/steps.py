@@ -9,6 +9,7 @@ from torrential.data.resize import Resize
 from torrential.errors import BadInput
 from torrential.limits import idle_patience
 from torrential.optim.built import over_model
+from torrential.optim.corrected import corrected
 from torrential.optim.recipe import adapt_model, adapt_optimizer, describe, without_effect
 from torrential.optim.schedule import schedule_of
 from torrential.optimizers import OptimizerSpec
@@ -43,7 +44,7 @@ def check_recipe(
             f"try --lr {40 * config.lr:g}"
         )
     model = adapt_model(recipe, model)
-    used = strategy.optimizer(adapt_optimizer(recipe, task.optimizer_spec, model))
+    used = corrected(config.compression, strategy.optimizer(adapt_optimizer(recipe, task.optimizer_spec, model)), model)
     warnings += check_optimizer(config, strategy, used, model, schedule)
     if recipe.resize is not None:
         try_resized(Resize.parse(recipe.resize), task, model, sample)
@@ -54,8 +55,7 @@ def _check_steps(config: RunConfig, strategy: Strategy) -> None:
     """Whether the recipe suits the strategy, and the data suffices for a step."""
     name, recipe, joined = type(strategy).name, config.recipe, config.samples_per_step
     refused = {"resize": recipe.resize is not None, "grow": recipe.grow, "scaling=loss": recipe.scaling == "loss"}
-    cut = type(strategy).part is not Strategy.part
-    if (needs_servers(strategy) or cut) and any(refused.values()):
+    if (needs_servers(strategy) or not strategy.has_whole_model()) and any(refused.values()):
         wrong = " and ".join(name for name, is_given in refused.items() if is_given)
         raise BadInput(f"{name} does not know {wrong}; leave it out, or use --strategy allreduce")
     if joined > config.samples and type(strategy).uses_rate:

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from torrential.comm.protocol import Letter, Mail, role_name
+from torrential.compression.sparse import Selected
 from torrential.errors import RunFailed, WaitedTooLong
 from torrential.optim.rates import groups_of
+from torrential.params.base import dtype_name
 from torrential.server.cutting import Cutter, Pieces, RangeRequest
+from torrential.server.encoding import encoded
 from torrential.server.messages import (
     LIFE_BITS,
     Add,
@@ -41,6 +44,7 @@ from torrential.server.messages import (
     View,
 )
 from torrential.server.ring import find
+from torrential.server.shares import OwnedSpan
 
 AGAIN = 0.25  # the share of the timeout after which a complaint about a server is repeated
 LAST = 1 << 32  # the number that the last checkpoints come after
@@ -64,6 +68,33 @@ class Answer(NamedTuple):
     metadata: Sequence[bytes] = ()  # everything about copies besides vectors, by range: see server/copies.py
 
 
+class Fellows(Protocol):
+    """The workers of a replica, as one of them has them, where each has a part of the parameters."""
+
+    owned: Sequence[OwnedSpan]
+    """The keys that this worker's vectors stand for."""
+
+    def agree(self, answer: Answer) -> Answer:
+        """What the servers have answered all workers of the replica together, given the answer to this one."""
+
+    def marking(self, message: Marking) -> None:
+        """Have all workers of the replica mark a checkpoint, between the same two of their pushes."""
+
+    def check(self) -> None:
+        """Raise Regrouped if they are not the same any more: servers do not answer what is left of a replica."""
+
+
+class PushCompressor(Protocol):
+    """What a worker sends of the gradients that it pushes."""
+
+    wire: torch.dtype
+    """The precision in which they travel."""
+
+    def select(self, gradient: Tensor, used: Sequence[int] | None) -> Selected | None:
+        """What is sent of a gradient of all parameters, of which backward has reached these entries (None: all); the
+        rest stays behind. None: all of it is sent."""
+
+
 class Client:
     """The client of the parameter servers that a worker has as `ctx.params`."""
 
@@ -76,13 +107,17 @@ class Client:
         timeout: float = 60.0,
         resend: float | None = None,
         overdue: Callable[[int, float], None] | None = None,
+        fellows: Fellows | None = None,
+        compressor: PushCompressor | None = None,
     ) -> None:
         """`timeout`: seconds after which a wait fails, naming the server; or, with `overdue`, after which that is told
         the server's address and how long the wait has been, again and again, until it is over. `resend`: seconds of
-        silence after which requests are sent again; None where the world loses letters only with whoever dies."""
-        self.comm, self.numel, self.dtype = comm, numel, dtype
+        silence after which requests are sent again; None where the world loses letters only with whoever dies.
+        `fellows`: the worker's replica, where that is of several workers; `compressor`: of what is pushed."""
+        self.comm, self.numel, self.dtype, self._fellows = comm, numel, dtype, fellows
         self.timeout, self._resend, self._overdue = timeout, resend, overdue
-        self._cutter = Cutter(comm.view, numel)
+        self._compressor = compressor
+        self._cutter = Cutter(comm.view, numel, () if fellows is None else fellows.owned)
         self._seq = comm.view.version << LIFE_BITS  # its next life will have seen a newer view
         self._unanswered: dict[int, PendingRequest] = {}  # by number, in ascending order
         self._versions: dict[int, int] = {}  # versions of the parameters last read, by the start of the range
@@ -134,9 +169,10 @@ class Client:
         or of the same parts."""
         return self._push(gradient, None, into, clock, lr, scale, used, lease)
 
-    def pull(self, into: Tensor, *, clock: int, start: int = 0) -> PendingRequest:
-        """The read that starts `clock`: parameters from key `start` on, as many as `into` has room for."""
-        return self._read([(start, into)], clock)
+    def pull(self, into: Tensor, *, clock: int, start: int | None = None) -> PendingRequest:
+        """The read that starts `clock`: all parameters that this worker has, or, from key `start` on, as many as `into`
+        has room for."""
+        return self._read(into if start is None else [(start, into)], clock)
 
     def get(self, into: Tensor, *, start: int = 0) -> PendingRequest:
         """Read without waiting for anybody."""
@@ -179,6 +215,16 @@ class Client:
         parts = self._cutter.cut([(0, self.numel)] * len(into), (), into)
         return self._send(Save, {"number": self._saved, "at_once": at_once}, parts, JOINING)
 
+    def look(self) -> PendingRequest:
+        """How far the run has come, where samples are dealt: Answer.version, and Answer.finished."""
+        return self._send(Pull, {}, [RangeRequest(self._cutter.view.version, self._cutter.view.table[0])], JOINING)
+
+    def mark(self, number: int, cut: int) -> None:
+        """Say that all that was sent before belongs to checkpoint `number`, and nothing after."""
+        if number > self._marked:
+            self._marked = number
+            self._send(Mark, {"number": number, "cut": cut}, self._cutter.everywhere(), JOINING)
+
     def complain(self, pending: PendingRequest, waited: float) -> None:
         """Ask the servers whom a request waits for; for callers that poll instead of waiting."""
         self._complain(pending, waited, self._overdue)
@@ -213,7 +259,7 @@ class Client:
     def wait(self, timeout: float | None = None) -> None:
         """Wait for everything that is unanswered."""
         while self._unanswered:
-            next(iter(self._unanswered.values())).wait(timeout)
+            next(iter(self._unanswered.values())).finish(timeout)
 
     # -- requests ---------------------------------------------------------------------------------------------------
     def _push(
@@ -236,6 +282,14 @@ class Client:
             options["lease"] = lease
         if into is not None:
             options["pull"] = True
+        if keys is None and isinstance(gradient, Tensor) and self._compressor is not None:
+            options["packed"] = dtype_name(self._compressor.wire)
+            if (chosen := self._compressor.select(gradient, used)) is not None:
+                options["keys"] = True
+                parts = self._cutter.cut(
+                    [(0, self.numel)], (chosen.values, chosen.places), () if into is None else [into], keys=True
+                )
+                return self._send(Push, options, parts, clock)
         if keys is not None:
             assert gradient is not None
             options["keys"] = True
@@ -244,7 +298,7 @@ class Client:
             parts = self._cutter.split(gradient, into)
         return self._send(Push, options, parts, clock)
 
-    def _read(self, wanted: Sequence[tuple[int, Tensor]], clock: int, everywhere: bool = False) -> PendingRequest:
+    def _read(self, wanted: Pieces, clock: int, everywhere: bool = False) -> PendingRequest:
         parts = self._cutter.everywhere() if everywhere else self._cutter.split(wanted, reading=True)
         return self._send(Pull, {}, parts, clock)
 
@@ -275,7 +329,8 @@ class Client:
             floor=next(iter(self._unanswered)),
             **options,
         )
-        self.comm.post(part.server, part.message, part.tensors)
+        part.posted = encoded(part, options["packed"]) if "packed" in options else part.tensors
+        self.comm.post(part.server, part.message, part.posted)
 
     # -- answers ----------------------------------------------------------------------------------------------------
     def _wait(self, pending: PendingRequest, timeout: float | None) -> None:
@@ -339,11 +394,11 @@ class Client:
         if isinstance(message, View):
             if message.version > self._cutter.view.version:
                 self._adopt(message)
+                if self._fellows is not None:
+                    self._fellows.check()
             return
         if isinstance(message, Marking):
-            if message.number > self._marked:
-                self._marked = message.number
-                self._send(Mark, {"number": message.number, "cut": message.cut}, self._cutter.everywhere(), JOINING)
+            self.mark(message.number, message.cut) if self._fellows is None else self._fellows.marking(message)
             return
         if not isinstance(message, Done | Refused | Moved):
             self._others.append(Letter(letter.source, message, [tensor.clone() for tensor in tensors]))
@@ -400,7 +455,7 @@ class Client:
     def _send_again(self) -> None:
         for pending in self._unanswered.values():
             for part in pending.parts.values():
-                self.comm.post(part.server, part.message, part.tensors)
+                self.comm.post(part.server, part.message, part.posted)
 
 
 class PendingRequest:
@@ -420,14 +475,20 @@ class PendingRequest:
             self.client._poll()
         return not self.parts
 
-    def wait(self, timeout: float | None = None) -> Answer:
-        """Raises WaitedTooLong, or RunFailed with the reason if a server refused it."""
+    def finish(self, timeout: float | None = None) -> None:
+        """Wait for the servers alone: what they have answered this worker's fellows is not asked for."""
         if self.parts:
             self.client._wait(self, timeout)
         if self.refused is not None:
             raise RunFailed(self.refused)
+
+    def wait(self, timeout: float | None = None) -> Answer:
+        """Raises WaitedTooLong, or RunFailed with the reason if a server refused it."""
+        self.finish(timeout)
         if self.answer is None:
             self.answer = self._joined()
+            if self.client._fellows is not None and self.kind in (Push, Pull):
+                self.answer = self.client._fellows.agree(self.answer)
         return self.answer
 
     def _joined(self) -> Answer:

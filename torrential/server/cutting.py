@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torrential.errors import BadInput
 from torrential.server.messages import Range, Request, Span, View
 from torrential.server.ring import find
+from torrential.server.shares import OwnedSpan
 
 Pieces = Tensor | Sequence[tuple[int, Tensor]]  # the whole vector, or flat parts of it with the keys they begin at
 
@@ -25,7 +26,9 @@ Pieces = Tensor | Sequence[tuple[int, Tensor]]  # the whole vector, or flat part
 class RangeRequest:
     """The part of a request that is for one range."""
 
-    __slots__ = ("into", "keys", "message", "moved", "server", "spans", "start", "stop", "tensors", "version", "view")
+    __slots__ = (
+        "into", "keys", "message", "moved", "posted", "server", "spans", "start", "stop", "tensors", "version", "view",
+    )  # fmt: skip
 
     def __init__(self, view: int, r: Range) -> None:
         self.view, self.start, self.stop, self.server = view, r.start, r.stop, r.chain[0]
@@ -35,19 +38,36 @@ class RangeRequest:
         self.keys = self.moved = False
         self.version: int | None = None
         self.message: Request | None = None
+        self.posted: Sequence[Tensor] = ()  # the tensors as they were sent
 
 
 class Cutter:
-    def __init__(self, view: View, numel: int) -> None:
+    def __init__(self, view: View, numel: int, owned: Sequence[OwnedSpan] = ()) -> None:
+        """`owned`: what a worker's vectors stand for, where they are not of all parameters."""
         self.view, self.numel = view, numel
+        self._owned, self._whole = [OwnedSpan(0, 0, numel)] if not owned else list(owned), not owned
         self._pieces = WeakTensorKeyDictionary()  # of tensors that were cut, as long as the caller keeps them
 
     def everywhere(self) -> list[RangeRequest]:
-        return self.cut([(0, self.numel)], (), ())
+        """Every range that the worker has parameters of."""
+        return self.cut(self._spans(), (), ())
+
+    def _spans(self) -> list[Span]:
+        return [(span.key, span.key + span.size) for span in self._owned]
+
+    def _parted(self, vector: Tensor) -> list[Tensor]:
+        """A worker's vector, in pieces that go with the spans."""
+        if self._whole:
+            return [vector]
+        pieces = self._pieces_of(vector)
+        return [pieces[span.start, span.start + span.size] for span in self._owned]
 
     def split(self, pieces: Pieces | None, into: Tensor | None = None, reading: bool = False) -> list[RangeRequest]:
         if pieces is None:
-            return self.cut([(0, self.numel)], (), () if into is None else [into])
+            return self.cut(self._spans(), (), () if into is None else self._parted(into))
+        if isinstance(pieces, Tensor) and not self._whole:
+            given, read = self._parted(pieces), [] if into is None else self._parted(into)
+            return self.cut(self._spans(), (), given) if reading else self.cut(self._spans(), given, read)
         if isinstance(pieces, Tensor):
             pieces = [(0, pieces)]
         spans = [(start, start + tensor.numel()) for start, tensor in pieces]

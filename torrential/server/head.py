@@ -20,6 +20,7 @@ from torrential.comm.protocol import Mail
 from torrential.server.chain import Ask, ChainLink
 from torrential.server.consistency import Consistency
 from torrential.server.copies import Copies
+from torrential.server.encoding import decoded
 from torrential.server.messages import (
     LIFE_BITS,
     Add,
@@ -80,7 +81,8 @@ class Head:
 
     # -- workers come and go -----------------------------------------------------------------------------------------
     def adopt(self, workers: Sequence[int], begin: bool = False) -> None:
-        """The workers of a new view. `begin`: all of them start now, together; later ones count when they speak."""
+        """The workers of a new view that have this range. `begin`: all of them start now, together; later ones count
+        when they speak."""
         shard, before = self.shard, self._workers
         self._workers = frozenset(workers)
         if begin:
@@ -167,7 +169,14 @@ class Head:
         if result is not None:
             self._link.answer_when_replicated(ask, result)
             return
-        reason = objection(shard, ask)
+        reason = None
+        if isinstance(request, Push) and request.packed and ask.tensors:
+            plain = decoded(ask, shard.store, shard.start)
+            if isinstance(plain, str):
+                reason = plain
+            else:
+                ask, request = plain, plain.request
+        reason = reason or objection(shard, ask)
         if reason is not None:
             self._comm.post(
                 worker,
@@ -236,7 +245,8 @@ class Head:
     # -- reads -------------------------------------------------------------------------------------------------------
     def _pull(self, ask: Ask) -> None:
         if self._passes(ask, ask.request.clock, Outcome()):
-            self._link.answer_when_replicated(ask, (Outcome(self.shard.version), ()))
+            over = self.shard.dealer is not None and self.shard.dealer.finished()
+            self._link.answer_when_replicated(ask, (Outcome(self.shard.version, finished=over), ()))
 
     def _read(self, ask: Ask, clock: int, outcome: Outcome) -> None:
         """Answer a push with the parameters, as soon as they may be read."""
@@ -279,6 +289,8 @@ class Head:
                 opened.add(ask)
                 self._close()
             return
+        if request.scale == 0.0:
+            ask = ask._replace(tensors=())
         operation = ShardOperation(
             "push",
             (asked(ask),),

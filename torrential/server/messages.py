@@ -59,12 +59,13 @@ class Push(Request, frozen=True, kw_only=True):
 
     lr: float
     rates: tuple[dict[str, float | tuple[float, ...]], ...] = ()  # as in optim/rates.py: options by group, if moved
-    scale: float = 1.0  # the factor of the gradient
+    scale: float = 1.0  # the factor of the gradient; 0: the update that it would be part of is left out
     used: tuple[int, ...] | None = None  # entries of the layout that backward reached; None: all
     version: int = 0  # the version of the parameters it was computed on, for staleness
     lease: int = 0  # the batch it was computed on; 0: none
     keys: bool = False
     pull: bool = False
+    packed: str = ""  # the dtype of values that are packed with their keys (compression/sparse.py), or half precision
 
 
 class Pull(Request, frozen=True, kw_only=True):
@@ -120,7 +121,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=Tr
     indices: Span = (0, 0)  # the leased samples: places in the epoch's order
     epoch: int = 0
     total: int = 0  # samples that all workers together were given at this clock
-    finished: bool = False  # nothing is left to take
+    finished: bool = False  # nothing is left to take; also said to whoever reads the range of key 0
     metadata: bytes = b""  # everything about a copy besides its tensors, encoded by server/copies.py
 
 

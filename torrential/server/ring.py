@@ -9,7 +9,8 @@ A newcomer takes the tail of every server's share, so 1/(S+1) of the keys move, 
 are cut and never joined again, so that a server can follow by cutting what it holds. Nobody is made the head of what it
 does not hold: a newcomer is first filled as a replica, and `promote` is called when it says so (server/server.py).
 
-Cuts are aligned to cache lines; an optimizer that looks at whole tensors is cut at `bounds` only.
+Cuts are aligned to cache lines; an optimizer that looks at whole tensors is cut at `bounds` only. Where stages of the
+model are on several workers, ranges end where the stages' shares do (server/shares.py).
 """
 
 from __future__ import annotations
@@ -24,8 +25,15 @@ from torrential.server.messages import Range
 Table = tuple[Range, ...]
 
 
-def begin(servers: Sequence[int], numel: int, replicas: int = 0, bounds: Sequence[int] | None = None) -> Table:
-    """Near-equal ranges of [0, numel); `bounds` are the keys at which tensors begin, the first of them 0."""
+def begin(
+    servers: Sequence[int],
+    numel: int,
+    replicas: int = 0,
+    bounds: Sequence[int] | None = None,
+    shares: Sequence[int] = (),
+) -> Table:
+    """Near-equal ranges of [0, numel); `bounds` are the keys at which tensors begin, the first of them 0. They are cut
+    once more where `shares` begin, for the same servers."""
     count = len(servers)
     if count < 1:
         raise BadInput(f"a parameter server needs a server (servers: {count}); use --servers 1")
@@ -42,7 +50,14 @@ def begin(servers: Sequence[int], numel: int, replicas: int = 0, bounds: Sequenc
         cuts.append(_place(ideal, numel, places, cuts[-1] + 1, count - i))
     stops = [*cuts[1:], numel]
     chains = [tuple(servers[(i + j) % count] for j in range(replicas + 1)) for i in range(count)]
-    return tuple(Range(a, b, chain) for a, b, chain in zip(cuts, stops, chains, strict=True))
+    table = tuple(Range(a, b, chain) for a, b, chain in zip(cuts, stops, chains, strict=True))
+    return tuple(piece for r in table for piece in _cut_at(r, shares))
+
+
+def _cut_at(r: Range, keys: Sequence[int]) -> list[Range]:
+    """A range in pieces that begin at these keys, as far as they lie in it."""
+    starts = [r.start, *(key for key in keys if r.start < key < r.stop)]
+    return [Range(a, b, r.chain) for a, b in zip(starts, [*starts[1:], r.stop], strict=True)]
 
 
 def _place(ideal: int, numel: int, places: Sequence[int] | None, lowest: int, after: int) -> int:

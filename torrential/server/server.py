@@ -25,6 +25,7 @@ from torrential.server.head import Head
 from torrential.server.messages import Moved, Refused, Replicate, Replicated, Request, ShardState, View
 from torrential.server.optimizer import Store
 from torrential.server.shard import Handler, Initial, Shard
+from torrential.server.shares import Shares
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,15 @@ class Server:
         initial: Initial | None = None,
         handlers: Mapping[str, Handler] | None = None,
         vectors: Mapping[str, float] | None = None,
+        shares: Shares | None = None,
         filled: Callable[[int], None] | None = None,
     ) -> None:
         """`initial`: for those that are there when the run begins; who comes later is filled by the others.
-        `vectors`: what the handlers keep, see strategies.roles.Servers. `filled(version)` is called when this server
-        holds all that this view says."""
+        `vectors`: what the handlers keep, see strategies.roles.Servers. `shares`: which workers have which keys; all
+        of them all by default. `filled(version)` is called when this server holds all that this view says."""
         self.comm, self.store = comm, Store(comm, layout, spec, vectors=vectors)
         self.view = View(-1, (), ())
-        self._consistency, self._handlers = consistency, dict(handlers or {})
+        self._consistency, self._handlers, self._shares = consistency, dict(handlers or {}), shares or Shares()
         self._filled, self._told, self._initial = filled, -1, initial
         self._links: dict[int, ChainLink] = {}  # by the start of the range
         self._heads: dict[int, Head] = {}
@@ -178,7 +180,7 @@ class Server:
         for address in (*view.workers, *view.servers()):
             self._heard.setdefault(address, self.comm.now())
         for head in anew:
-            head.adopt(view.workers, begin)
+            head.adopt(self._shares.holders(head.shard.start, view.workers), begin)
         early, self._early = self._early, []
         for letter in early:
             self.handle(letter)

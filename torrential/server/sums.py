@@ -79,7 +79,7 @@ def operands(shard: Shard, clock: int, asks: Sequence[Ask]) -> tuple[ShardOperat
         for ask, p in zip(asks, pushes, strict=True)
     )
     filled: list[tuple[Push, Sequence[Tensor]]] = [(a.request, a.tensors) for a in asks if a.tensors]  # type: ignore[misc]
-    if not filled:
+    if not filled or any(push.scale == 0.0 for push, _ in filled):
         return ShardOperation("step", everyone, number=clock), [], False
     whole = ((shard.start, shard.stop),)
     used: set[int] | None = set()

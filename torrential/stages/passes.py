@@ -16,9 +16,22 @@ from torrential.data.deal import Batch
 from torrential.data.nest import mapped
 from torrential.errors import RunFailed
 from torrential.stages.parameters import part_name
-from torrential.stages.schedules import schedule
-from torrential.stages.schedules.base import Action, Backward, Forward, ReceiveFrom, SendTo
+from torrential.stages.schedules import SCHEDULES, schedule
+from torrential.stages.schedules.base import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    OptimizerStep,
+    ReceiveFrom,
+    SendTo,
+)
+from torrential.stages.spans import span_of
+from torrential.stages.split_backward import DeferredGradient, NotedCall, backward_input, backward_weight, noting
+from torrential.stages.traced_part import TracedPart
 from torrential.stages.transfer import Receiver, Sender, differentiable
+from torrential.stages.whole_backward import backward
 from torrential.step import pair
 
 T = TypeVar("T")
@@ -47,6 +60,12 @@ class PassPlan:
     costs: Sequence[float]  # of all parts, relative to each other
     recompute: bool  # whether forward is run again before backward
 
+    @property
+    def room(self) -> int:
+        """Inputs of one part of the model that a worker has at a time, at most, and one that is on its way."""
+        most = self.microbatches if self.order == "gpipe" else min(self.microbatches, 2 * self.stages * self.chunks)
+        return most + 1
+
 
 class StagePasses:
     """Forward and backward passes of the stages that one worker runs, as the schedule says."""
@@ -60,7 +79,7 @@ class StagePasses:
         runners: Sequence[tuple[int, list[int]]],
     ) -> None:
         """`runners`: the workers of the pipeline with the stages that each runs."""
-        self._replica, self._loss, self._plan = replica, loss, plan
+        self._comm, self._replica, self._loss, self._plan = comm, replica, loss, plan
         self._ranks = [rank for rank, _ in runners]
         self._count, self._place = len(runners), self._ranks.index(comm.rank)
         self._last = self._place == self._count - 1
@@ -68,12 +87,14 @@ class StagePasses:
         model, costs = replica.model, plan.costs
         self._modules = [[model.get_submodule(part_name(*part)) for part in parts] for parts in self._parts]
         self._shares = [sum(costs[c * plan.stages + s] for s, c in parts) / sum(costs) for parts in self._parts]
-        self._sender, self._receiver = Sender(comm), Receiver(comm)
+        self._sender, self._receiver = Sender(comm, plan.room), Receiver(comm, plan.room)
         self._microbatches: list[Batch] = []
         self._data: list[Any] = []  # each microbatch, where the first or the last layer is here
         self._inputs: dict[tuple[int, int], Any] = {}  # by microbatch and chunk, as are the next two
         self._outputs: dict[tuple[int, int], Any] = {}
         self._slopes: dict[tuple[int, int], list[Tensor]] = {}
+        self._calls: dict[tuple[int, int], list[NotedCall]] = {}  # where backward comes in two halves, as the next
+        self._deferred: dict[tuple[int, int], list[DeferredGradient]] = {}
         self._losses: list[float] = []
 
     def _parts_of(self, stages: list[int]) -> list[list[tuple[int, int]]]:
@@ -82,16 +103,21 @@ class StagePasses:
         rows = [[(stage, chunk) for stage in stages] for chunk in range(self._plan.chunks)]
         return rows if self._count > 1 else [[part for row in rows for part in row]]
 
-    def run(self, batches: Sequence[Batch]) -> tuple[float, int]:
+    def run(self, batches: Sequence[Batch], meanwhile: Callable[[], None] | None = None) -> tuple[float, int]:
         """Leave the gradients of these batches at the parameters; returns the mean loss and the number of samples,
-        where the last layer is here."""
+        where the last layer is here. `meanwhile`: what is to be done while another stage is first waited for."""
         self._cut(batches)
         self._inputs, self._outputs, self._slopes, self._losses = {}, {}, {}, []
+        self._calls, self._deferred = {}, {}
         pending: list[Handle] = []
         if self._microbatches:
             count = len(self._microbatches)
+            carry_out = self._carry_out_traced if self._comm.traced else self._carry_out
             for action in schedule(self._plan.order, self._count, count, self._place, len(self._parts)):
-                self._carry_out(action, pending)
+                if meanwhile is not None and isinstance(action, ReceiveFrom):
+                    meanwhile()
+                    meanwhile = None
+                carry_out(action, pending)
         for handle in pending:
             handle.wait()
         samples = sum(map(len, self._microbatches)) if self._last else 0
@@ -109,14 +135,22 @@ class StagePasses:
                     first = piece.first - batch.first
                     self._data.append(_rows(whole, first, first + len(piece), len(batch)))
 
+    def _carry_out_traced(self, action: Action, pending: list[Handle]) -> None:
+        if isinstance(action, OptimizerStep) and not SCHEDULES[self._plan.order].asynchronous:
+            return  # which is taken when the step is decided
+        began, waited = self._comm.now(), self._comm.meter.wait
+        self._carry_out(action, pending)
+        name, about = span_of(action)
+        self._comm.span(name, began, about | {"waited": self._comm.meter.wait - waited})
+
     def _carry_out(self, action: Action, pending: list[Handle]) -> None:
         match action:
             case ReceiveFrom(source, number, "activation", chunk):
                 samples = len(self._microbatches[number])
                 self._inputs[number, chunk] = self._receiver.activation(self._ranks[source], samples, chunk)
             case ReceiveFrom(source, number, "gradient", chunk):
-                output = self._outputs[number, chunk]
-                self._slopes[number, chunk] = self._receiver.gradient(self._ranks[source], output, chunk)
+                output, samples = self._outputs[number, chunk], len(self._microbatches[number])
+                self._slopes[number, chunk] = self._receiver.gradient(self._ranks[source], output, samples, chunk)
             case Forward(number, chunk):
                 self._forward(number, chunk)
             case SendTo(to, number, "activation", chunk):
@@ -125,10 +159,17 @@ class StagePasses:
                 pending += self._sender.activation(self._ranks[to], output, samples, after)
             case Backward(number, chunk):
                 self._backward(number, chunk)
+            case BackwardInput(number, chunk):
+                self._backward_input(number, chunk)
+            case BackwardWeight(number, chunk):
+                work = partial(backward_weight, self._deferred.pop((number, chunk)))
+                self._timed(number, work, (1 - FORWARD) / 2 * self._shares[chunk], 0)
+            case OptimizerStep():
+                self._step()
             case SendTo(to, number, "gradient", chunk):
-                given = self._inputs.pop((number, chunk))
+                given, samples = self._inputs.pop((number, chunk)), len(self._microbatches[number])
                 before = chunk - 1 if self._place == 0 else chunk
-                pending += self._sender.gradient(self._ranks[to], given, before)
+                pending += self._sender.gradient(self._ranks[to], given, samples, before)
 
     def _forward(self, number: int, chunk: int) -> None:
         if self._place == 0 and chunk == 0:
@@ -146,24 +187,46 @@ class StagePasses:
         share = FORWARD * self._shares[chunk] / len(self._modules[chunk])
         for (stage, piece), module in zip(self._parts[chunk], self._modules[chunk], strict=True):
             part = piece * self._plan.stages + stage
-            value = self._timed(number, partial(_run, module, value, with_gradients), share, part)
+            work = partial(_run, self._runnable(number, chunk, module), value, with_gradients)
+            value = self._timed(number, work, share, part)
         if not self._is_end(chunk):
             return value
         return _run(self._loss, value, with_gradients, pair(self._data[number])[1])
 
-    def _backward(self, number: int, chunk: int) -> None:
+    def _runnable(self, number: int, chunk: int, module: nn.Module) -> Callable[[Any], Any]:
+        """What a microbatch passes through: a part of the model with the weights that are meant for it."""
+        if self._plan.order != "zero-bubble":
+            return module
+        return noting(module, self._calls.setdefault((number, chunk), []))
+
+    def _step(self) -> None:
+        """Update parameters at the end of a list; a synchronous pipeline does it when all have voted."""
+
+    def _ends(self, number: int, chunk: int) -> tuple[list[Tensor], list[Tensor]]:
+        """What backward begins with: outputs with their gradients, or the loss."""
         output = self._outputs.pop((number, chunk))
         if self._plan.recompute:
+            self._calls.pop((number, chunk), None)
             output = self._computed(number, chunk)
         if self._is_end(chunk):
-            ends, given = [output * self._microbatches[number].weight], list[Tensor]()
-        else:
-            slopes = zip(differentiable(output), self._slopes.pop((number, chunk)), strict=True)
-            needed = [(tensor, slope) for tensor, slope in slopes if tensor.requires_grad]
-            ends, given = [tensor for tensor, _ in needed], [slope for _, slope in needed]
+            return [output * self._microbatches[number].weight], []
+        slopes = zip(differentiable(output), self._slopes.pop((number, chunk)), strict=True)
+        needed = [(tensor, slope) for tensor, slope in slopes if tensor.requires_grad]
+        return [tensor for tensor, _ in needed], [slope for _, slope in needed]
+
+    def _backward(self, number: int, chunk: int) -> None:
+        ends, given = self._ends(number, chunk)
         if ends:
-            share = (1 - FORWARD) * self._shares[chunk]
-            self._timed(number, lambda: torch.autograd.backward(ends, given or None), share, 0)
+            self._timed(number, partial(backward, ends, given), (1 - FORWARD) * self._shares[chunk], 0)
+
+    def _backward_input(self, number: int, chunk: int) -> None:
+        ends, given = self._ends(number, chunk)
+        inputs = [leaf for leaf in differentiable(self._inputs[number, chunk]) if leaf.requires_grad]
+        parameters = {id(p): p for module in self._modules[chunk] for p in module.parameters() if p.requires_grad}
+        calls = self._calls.pop((number, chunk), [])
+        work = partial(backward_input, ends, given, inputs, parameters.values(), calls)
+        share = (1 - FORWARD) / 2 * self._shares[chunk]
+        self._deferred[number, chunk] = self._timed(number, work, share, 0) if ends else []
 
     def _timed(self, number: int, work: Callable[[], T], share: float, part: int) -> T:
         return self._replica.compute(self._microbatches[number], work, share, part)
@@ -182,6 +245,8 @@ def leaves_alone(module: nn.Module) -> bool:
     """Whether the first layer of a part is known not to change its input in place: autograd refuses that at the
     beginning of a stage, and what is computed again needs it as it was."""
     first = next(module.children(), module)
+    if isinstance(first, TracedPart):
+        return not first.code.changes_inputs
     return isinstance(first, nn.Linear | nn.modules.conv._ConvNd | nn.Embedding | nn.LayerNorm)
 
 

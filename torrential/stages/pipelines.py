@@ -11,8 +11,10 @@ workers only keep up with the steps of those pipelines that are complete.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+from torrential.errors import RunFailed
 
 
 def neighbour(stage: int, stages: int) -> int:
@@ -48,6 +50,16 @@ class PipelineCrew:
 def crews(members: Collection[int], stages: int, workers: int, copies: bool) -> list[PipelineCrew]:
     """All pipelines of so many stages, each with those of its workers that are there."""
     return [_crew(number, set(members), stages, copies) for number in range(workers // stages)]
+
+
+def complete_crews(found: Sequence[PipelineCrew], copies: bool) -> list[PipelineCrew]:
+    """The pipelines that can go on. Raises RunFailed where there is none, with a stage that is lost."""
+    complete = [crew for crew in found if crew.complete]
+    if not complete:
+        lost = next(stage for crew in found for stage, source in enumerate(crew.sources) if source is None)
+        kept = ", and neither has the one that kept its copy" if copies else ""
+        raise RunFailed(f"no worker has stage {lost} of the model any more{kept}; resume the run")
+    return complete
 
 
 def _crew(number: int, members: set[int], stages: int, copies: bool) -> PipelineCrew:

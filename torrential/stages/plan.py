@@ -18,6 +18,7 @@ schedule it keeps its weights once, and activations of microbatches (memory.py).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -30,6 +31,8 @@ import msgspec
 from torrential.errors import BadInput
 from torrential.stages.memory import live_microbatches, worker_bytes
 from torrential.stages.profile import LayerProfile
+from torrential.stages.refine import refined_cuts, rehearsed_seconds
+from torrential.stages.schedules import SCHEDULES
 
 
 class TwoLevelNetwork(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +108,10 @@ def plan_pipeline(
     """The plan with the least seconds for each minibatch.
 
     `memory_limit`: bytes for each worker. Without `replicate` every stage is on one worker, so there are as many stages
-    as workers. `schedule` and `microbatches` decide how much memory is needed, and nothing else.
+    as workers; of several such plans on one host, it is the one whose cuts are crossed by the fewest bytes, which are
+    waited for while a pipeline fills and empties. `schedule` and `microbatches` decide how much memory is needed;
+    under a synchronous schedule such a plan is improved by rehearsals (refine.py), and its slowest part may be slower
+    for it.
     """
     _check(layers, network, memory_limit, replicate, microbatches)
     planner = _Planner(layers, network, memory_limit, replicate, schedule, microbatches)
@@ -116,7 +122,12 @@ def plan_pipeline(
             f"no plan for {network.workers} workers keeps within {memory_limit:,.0f} bytes for each (the largest layer "
             f"and its output have {need:,}); give more memory or workers, or a smaller batch"
         )
-    return PipelinePlan(stages=planner.described(best.stages), seconds=best.seconds)
+    stages, seconds = best.stages, best.seconds
+    if not replicate and network.hosts == 1:
+        stages = planner.lightest(0, len(layers), network.workers, best.seconds)[1]
+        if schedule in SCHEDULES and not SCHEDULES[schedule].asynchronous:
+            stages, seconds = planner.refined(stages)
+    return PipelinePlan(stages=planner.described(stages), seconds=seconds)
 
 
 def _check(
@@ -156,7 +167,7 @@ class _Planner:
         schedule: str,
         microbatches: int,
     ) -> None:
-        self._network, self._limit, self._replicate = network, memory_limit, replicate
+        self._layers, self._network, self._limit, self._replicate = layers, network, memory_limit, replicate
         self._schedule, self._microbatches = schedule, microbatches
         self._seconds = [0.0, *accumulate(layer.seconds for layer in layers)]
         self._weights = [0, *accumulate(layer.parameter_bytes for layer in layers)]
@@ -164,6 +175,7 @@ class _Planner:
         self._crossing = [2 * layer.activation_bytes for layer in layers]
         self.components = network.hosts if network.hosts > 1 else network.workers_per_host
         self.pipeline = cache(self._pipeline)
+        self.lightest = cache(self._lightest)
 
     def _pipeline(self, level: int, first: int, stop: int, components: int, behind: Fraction) -> _Best:
         """The best pipeline of layers first..stop-1 on all of some components. `behind`: the workers that come after
@@ -187,6 +199,44 @@ class _Planner:
                 if found.seconds < best.seconds:
                     best = found
         return best
+
+    def _lightest(self, first: int, stop: int, workers: int, ceiling: float) -> tuple[float, tuple[_Stage, ...]]:
+        """The pipeline of layers first..stop-1, a stage on each worker, whose cuts are crossed by the fewest bytes, of
+        those in which no stage or cut takes more than `ceiling` seconds; with these bytes."""
+        best: tuple[float, tuple[_Stage, ...]] = (math.inf, ())
+        for split in [stop] if workers == 1 else range(first + 1, stop - workers + 2):
+            stage = self._stage(1, first, split, 1, Fraction(workers - 1))
+            if stage.seconds > ceiling:
+                break  # more layers take longer still, and more memory
+            if workers == 1:
+                return 0.0, stage.stages
+            if self._crossing[split - 1] / self._bandwidth(1) <= ceiling:
+                crossing, onward = self.lightest(split, stop, workers - 1, ceiling)
+                crossing += self._crossing[split - 1]
+                if crossing < best[0]:
+                    best = crossing, stage.stages + onward
+        return best
+
+    def refined(self, stages: Sequence[_Stage]) -> tuple[tuple[_Stage, ...], float]:
+        """A pipeline on one host with a stage on each worker, its cuts moved as rehearsals say; and the seconds of its
+        slowest stage or cut."""
+        bandwidth, count = self._bandwidth(1), len(self._layers)
+
+        def made(firsts: tuple[int, ...]) -> list[_Best]:
+            ends = itertools.pairwise([*firsts, count])
+            return [self._stage(1, a, b, 1, Fraction(len(firsts) - 1 - n)) for n, (a, b) in enumerate(ends)]
+
+        firsts = refined_cuts(
+            [stage.first for stage in stages],
+            count,
+            lambda cuts: rehearsed_seconds(self._layers, cuts, bandwidth, self._schedule, self._microbatches),
+            lambda cuts: all(math.isfinite(stage.seconds) for stage in made(cuts)),
+        )
+        found = made(firsts)
+        slowest = max(
+            [stage.seconds for stage in found] + [self._crossing[first - 1] / bandwidth for first in firsts[1:]]
+        )
+        return tuple(stage.stages[0] for stage in found), slowest
 
     def _stage(self, level: int, first: int, stop: int, replicas: int, behind: Fraction) -> _Best:
         """Layers first..stop-1 as one stage on so many components."""

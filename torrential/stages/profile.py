@@ -2,13 +2,16 @@
 
 The layers are the children of an nn.Sequential; of any other model, the blocks that it calls: its children, of
 containers that are never called themselves (nn.ModuleList) the members, of a nested nn.Sequential its children. Each is
-timed by itself, on the input that it gets in a step of the task. What a model computes between its blocks is in none.
+timed by itself, on the input that it gets in a step of the task, with the backward that pipelines use; but in the order
+of a step, forward through all layers and then backward through all, because a layer whose weights the others have
+driven out of the caches takes longer. What a model computes between its blocks is in none.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +26,11 @@ from torrential import randomness
 from torrential.data.batches import training_batches
 from torrential.errors import BadInput
 from torrential.records import replace_file
+from torrential.stages.whole_backward import backward as add_gradients
 from torrential.step import run_step
 from torrential.task import Task, build_model, training_samples
 
-Progress = Callable[[int, int], None]  # layers done, layers
+Progress = Callable[[int, int], None]  # passes over all layers done, passes
 ENTRIES = 30  # times that entering backward is measured; the first ones are slow
 
 
@@ -53,6 +57,14 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True):
 class _Call(NamedTuple):
     args: Any  # nests of tensors
     kwargs: dict[str, Any]
+
+
+class _Times(NamedTuple):
+    """What one pass over a layer takes, in seconds."""
+
+    forward: float
+    backward: float
+    recompute: float
 
 
 def profile_task(
@@ -82,13 +94,17 @@ def profile_task(
         calls = _record_calls(chosen, lambda: run_step(task, model, batch))
         entering = min(_enter_backward() for _ in range(ENTRIES))
         called = {name: chosen[name] for name in calls}  # in the order of their first calls
-        found = []
-        for done, (name, module) in enumerate(called.items()):
+        rounds = []
+        for done in range(runs + 1):
             if progress is not None:
-                progress(done, len(called))
-            found.append(_profile(name, module, calls[name], runs, entering))
+                progress(done, runs + 1)
+            rounds.append(_time(called, calls, entering))
+        del rounds[0]  # which warms up
+        found = [
+            _profile(name, module, calls[name], [times[name] for times in rounds]) for name, module in called.items()
+        ]
     if progress is not None:
-        progress(len(called), len(called))
+        progress(runs + 1, runs + 1)
     return found
 
 
@@ -168,47 +184,51 @@ def _enter_backward() -> float:
     """The seconds that a backward over nothing takes, which a layer in the middle of a model does not pay."""
     output = torch.ones(1, requires_grad=True).clone()
     began = time.perf_counter()
-    torch.autograd.backward([output], [torch.ones(1)])
+    add_gradients([output], [torch.ones(1)])
     return time.perf_counter() - began
 
 
-def _profile(name: str, module: nn.Module, calls: list[_Call], runs: int, entering: float) -> LayerProfile:
-    rounds = [_time(module, calls, entering) for _ in range(runs + 1)][1:]  # the first one warms up
-    forward, backward, recompute = (statistics.median(column) for column in zip(*rounds, strict=True))
+def _profile(name: str, module: nn.Module, calls: list[_Call], rounds: list[_Times]) -> LayerProfile:
     with torch.no_grad():
         outputs = [module(*args, **kwargs) for args, kwargs in map(_ready, calls)]
     return LayerProfile(
         name=name,
         kind=type(module).__name__,
-        forward_seconds=forward,
-        backward_seconds=backward,
-        recompute_seconds=recompute,
+        forward_seconds=statistics.median(times.forward for times in rounds),
+        backward_seconds=statistics.median(times.backward for times in rounds),
+        recompute_seconds=statistics.median(times.recompute for times in rounds),
         activation_bytes=sum(t.nbytes for t in tree_flatten(outputs)[0] if isinstance(t, Tensor)),
         parameter_bytes=sum(p.nbytes for p in module.parameters()),
     )
 
 
-def _time(module: nn.Module, calls: list[_Call], entering: float) -> tuple[float, float, float]:
-    """The seconds of forward, of backward, and of a forward that keeps nothing, of all calls together."""
-    forward = backward = recompute = 0.0
-    for call in calls:
-        args, kwargs = _ready(call)
-        began = time.perf_counter()
-        output = module(*args, **kwargs)
-        forward += time.perf_counter() - began
-        reached = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor) and t.requires_grad]
-        gradients = [torch.ones_like(t) for t in reached]
+def _time(modules: dict[str, nn.Module], calls: dict[str, list[_Call]], entering: float) -> dict[str, _Times]:
+    """The seconds that each layer takes in one pass forward and back, all its calls together. Gradients are added up
+    from pass to pass, as they are from microbatch to microbatch."""
+    forward, backward, recompute = (defaultdict[str, float](float) for _ in range(3))
+    ends: list[tuple[str, list[Tensor]]] = []
+    row = [(one, call) for one in modules for call in calls[one]]
+    for name, call in row:
+        output, seconds = _timed_call(modules[name], call)
+        forward[name] += seconds
+        ends.append((name, [t for t in tree_flatten(output)[0] if isinstance(t, Tensor) and t.requires_grad]))
+    for name, reached in reversed(ends):
         if reached:
+            slopes = [torch.ones_like(t) for t in reached]
             began = time.perf_counter()
-            torch.autograd.backward(reached, gradients)
-            backward += max(0.0, time.perf_counter() - began - entering)
-            module.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            args, kwargs = _ready(call)
-            began = time.perf_counter()
-            module(*args, **kwargs)
-            recompute += time.perf_counter() - began
-    return forward, backward, recompute
+            add_gradients(reached, slopes)
+            backward[name] += max(0.0, time.perf_counter() - began - entering)
+    with torch.no_grad():
+        for name, call in row:
+            recompute[name] += _timed_call(modules[name], call)[1]
+    return {one: _Times(forward[one], backward[one], recompute[one]) for one in modules}
+
+
+def _timed_call(module: nn.Module, call: _Call) -> tuple[Any, float]:
+    args, kwargs = _ready(call)
+    began = time.perf_counter()
+    output = module(*args, **kwargs)
+    return output, time.perf_counter() - began
 
 
 @contextmanager

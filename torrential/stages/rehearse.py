@@ -30,10 +30,16 @@ class StageCosts:
 
     forward: Sequence[float]
     backward: Sequence[float]
-    communication: float = 0.0
-    """The seconds that a message is on its way."""
+    communication: float | Sequence[float] = 0.0
+    """The seconds that a message is on its way; or those between a stage and the next, for each stage but the last."""
     weight_share: float = 0.5
     """The part of backward that computes gradients of weights, where a schedule has it apart."""
+
+    def message_seconds(self, stage: int, other: int) -> float:
+        """The seconds that a message between two stages is on its way."""
+        if isinstance(self.communication, float | int):
+            return self.communication
+        return self.communication[min(stage, other)]
 
     def seconds(self, action: Action, stage: int, chunks: int) -> float:
         match action:
@@ -154,7 +160,7 @@ def _advance(runner: _Runner, slots: dict[_Channel, _Slot], costs: StageCosts, s
                 if slot.message is not None:
                     break
                 runner.now = max(begin, slot.free_since)
-                slot.message = _Message(microbatch, part, runner.now + costs.communication)
+                slot.message = _Message(microbatch, part, runner.now + costs.message_seconds(stage, to))
             case ReceiveFrom(source, microbatch, kind):
                 channel = _Channel(source, stage, kind)
                 slot = slots.setdefault(channel, _Slot())

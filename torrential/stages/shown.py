@@ -8,13 +8,16 @@ import msgspec
 from rich import box
 from rich.table import Table
 
+from torrential.compute.memory import activation_bytes, state_bytes
 from torrential.errors import BadInput
+from torrential.optim.built import over_model
 from torrential.stages.picture import LEGEND, LEGEND_OF_HALVES, draw_pipeline
 from torrential.stages.plan import PipelinePlan, TwoLevelNetwork
 from torrential.stages.profile import LayerProfile
 from torrential.stages.rehearse import Rehearsal, StageCosts, rehearse_schedule
 from torrential.stages.schedules import SCHEDULES, all_stages
 from torrential.stages.schedules.base import BackwardWeight
+from torrential.task import Task, build_model
 
 WIDTH = 104  # what the tables need
 PLANNED = tuple(name for name, found in SCHEDULES.items() if not (found.chunked or found.asynchronous))
@@ -53,6 +56,24 @@ def profile_table(layers: Sequence[LayerProfile]) -> Table:
         table.add_column(name, footers.get(name, ""), justify="left" if name in ("layer", "kind") else "right")
     for row in zip(*columns.values(), strict=True):
         table.add_row(*row)
+    return table
+
+
+def memory_table(task: Task, batch_size: int) -> Table:
+    """What training takes of a worker's memory, before anything runs."""
+    model = build_model(task)
+    state = state_bytes(model, over_model(task.optimizer, model))
+    title = (
+        f"memory of a worker, batch {batch_size}: parameters {state.parameters / 1e6:.3f} MB, gradients "
+        f"{state.gradients / 1e6:.3f} MB, optimizer {state.optimizer / 1e6:.3f} MB, and activations at most"
+    )
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for name in ("precision", "recompute", "activations MB", "layers again", "all MB"):
+        table.add_column(name, justify="left" if name in ("precision", "recompute") else "right")
+    for row in activation_bytes(task, model, batch_size):
+        again = f"{row.again} of {row.layers}" if row.again else ""
+        both = (f"{size / 1e6:.3f}" for size in (row.peak, row.peak + state.total))
+        table.add_row(row.precision, row.recompute, next(both), again, next(both))
     return table
 
 

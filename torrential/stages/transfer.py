@@ -6,6 +6,7 @@ description of it goes ahead; after that the tensors alone travel. Gradients of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torrential.comm.protocol import Comm, Handle
+from torrential.comm.wire import DTYPES
 from torrential.data.nest import mapped
 from torrential.data.statistics import flat, restored, shape_of
 from torrential.errors import RunFailed
@@ -31,8 +33,9 @@ class Description(msgspec.Struct, frozen=True):
 class Sender:
     """Sends what a stage has computed."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, room: int) -> None:
+        """`room`: the microbatches of one kind that a stage keeps at a time."""
+        self._comm, self._room = comm, room
         self._told: dict[Key, tuple[Description, str]] = {}
 
     def activation(self, to: int, value: Any, samples: int, chunk: int) -> list[Handle]:
@@ -51,24 +54,31 @@ class Sender:
                 f"the output of worker {self._comm.rank}'s stage changes its shape between microbatches of {samples} "
                 f"samples ({before[1]}, then {shape_of(value)}); stages need the same shapes every time"
             )
-        return handles + [self._comm.send(tensor, to, f"activation {chunk}") for tensor in tensors]
+        return handles + self._pass_on(tensors, to, f"activation {chunk}", samples)
 
     @staticmethod
     def _check(leaf: Any) -> None:
         if not isinstance(leaf, Tensor) and leaf is not None:
             raise RunFailed(f"the output of a stage has a {type(leaf).__name__} in it ({leaf!r}); pass tensors on")
 
-    def gradient(self, to: int, inputs: Any, chunk: int) -> list[Handle]:
+    def gradient(self, to: int, inputs: Any, samples: int, chunk: int) -> list[Handle]:
         """Send the gradients of what this stage was given; `chunk` is the receiver's."""
         slopes = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in differentiable(inputs)]
-        return [self._comm.send(slope, to, f"gradient {chunk}") for slope in slopes]
+        return self._pass_on(slopes, to, f"gradient {chunk}", samples)
+
+    def _pass_on(self, tensors: Sequence[Tensor], to: int, what: str, samples: int) -> list[Handle]:
+        return [
+            self._comm.pass_on(tensor, to, _tag(what, samples, place), self._room)
+            for place, tensor in enumerate(tensors)
+        ]
 
 
 class Receiver:
     """Receives what the stages beside this one have computed."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm, room: int) -> None:
+        """`room`: as for `Sender`."""
+        self._comm, self._room = comm, room
         self._known: dict[Key, Description] = {}
 
     def activation(self, source: int, samples: int, chunk: int) -> Any:
@@ -79,18 +89,29 @@ class Receiver:
             said = self._comm.recv(torch.empty(int(size), dtype=torch.uint8), source, f"about {chunk}").wait()
             described = msgspec.msgpack.decode(said.numpy().tobytes(), type=Description)
             self._known[source, samples, chunk] = described
-        tensors = [
-            self._comm.recv(torch.empty(shape, dtype=getattr(torch, dtype)), source, f"activation {chunk}").wait()
-            for shape, dtype in described.tensors
-        ]
+        kinds = [(shape, DTYPES[dtype]) for shape, dtype in described.tensors]
+        tensors = self._take(kinds, source, f"activation {chunk}", samples)
         for tensor in tensors:
             tensor.requires_grad_(tensor.is_floating_point())
         return restored(described.plan, tensors, copy=False)
 
-    def gradient(self, source: int, outputs: Any, chunk: int) -> list[Tensor]:
+    def gradient(self, source: int, outputs: Any, samples: int, chunk: int) -> list[Tensor]:
         """The gradients of what this stage's chunk has put out."""
-        places = [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in differentiable(outputs)]
-        return [self._comm.recv(place, source, f"gradient {chunk}").wait() for place in places]
+        kinds = [(leaf.shape, leaf.dtype) for leaf in differentiable(outputs)]
+        return self._take(kinds, source, f"gradient {chunk}", samples)
+
+    def _take(
+        self, kinds: Sequence[tuple[Sequence[int], torch.dtype]], source: int, what: str, samples: int
+    ) -> list[Tensor]:
+        return [
+            self._comm.take(sizes, kind, source, _tag(what, samples, place), self._room).wait()
+            for place, (sizes, kind) in enumerate(kinds)
+        ]
+
+
+def _tag(what: str, samples: int, place: int) -> str:
+    """The tag of tensors that are of one size."""
+    return f"{what} of {samples} ({place})"
 
 
 def differentiable(value: Any) -> list[Tensor]:

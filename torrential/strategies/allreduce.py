@@ -37,6 +37,7 @@ class AllReduce(Strategy, frozen=True, kw_only=True):
 
     name: ClassVar[str] = "allreduce"
     summary: ClassVar[str] = "synchronous: gradients are summed over all workers at every step"
+    uncompressed: ClassVar[str] = ""
 
     accumulate: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Micro-batches per worker and step. One worker with accumulate=k takes the steps of k workers: the same pieces of

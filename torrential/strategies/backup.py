@@ -17,12 +17,13 @@ import msgspec
 
 from torrential.errors import BadInput
 from torrential.server.consistency import Consistency
-from torrential.strategies.base import Strategy, exchange
+from torrential.strategies.base import exchange
 from torrential.strategies.context import Context
-from torrential.strategies.roles import Role, Roles, Servers
+from torrential.strategies.parameter_server import ParameterServerStrategy
+from torrential.strategies.roles import Roles, Servers
 
 
-class Backup(Strategy, frozen=True, kw_only=True):
+class Backup(ParameterServerStrategy, frozen=True, kw_only=True):
     """Synchronous training with backup workers: the first N of N + b gradients make a step."""
 
     name: ClassVar[str] = "backup"
@@ -32,11 +33,12 @@ class Backup(Strategy, frozen=True, kw_only=True):
     """The number b of workers that a step does not wait for."""
 
     def needed(self, workers: int) -> int:
-        if self.backups >= workers:
-            raise BadInput(
-                f"somebody must be waited for (backups: {self.backups}, workers: {workers}); use fewer backups"
-            )
-        return workers - self.backups
+        """The number of gradients that make a step, each of a worker, or of a replica of several."""
+        replicas = self.replicas(workers)
+        if self.backups >= replicas:
+            counted = f"workers: {workers}" if self.stages == 1 else f"replicas: {replicas}"
+            raise BadInput(f"somebody must be waited for (backups: {self.backups}, {counted}); use fewer backups")
+        return replicas - self.backups
 
     def samples_per_update(self, workers: int, batch_size: int) -> int:
         return self.needed(workers) * batch_size
@@ -44,8 +46,8 @@ class Backup(Strategy, frozen=True, kw_only=True):
     def roles(self, workers: int, servers: int) -> Roles:
         first = self.needed(workers) if self.backups else None  # none: all are waited for, as in bsp
         return (
-            Role("worker", workers, self.worker, "view"),
-            Servers(servers, Consistency(staleness=0, first=first), joined=first is None),
+            self.worker_role(workers),
+            Servers(servers, Consistency(staleness=0, first=first), joined=first is None, stages=self.stages),
         )
 
     def worker(self, ctx: Context) -> None:

@@ -35,12 +35,20 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the strategy in messages and directories; by default that of its class."""
     summary: ClassVar[str] = ""
     """The strategy in one line; by default the first of its docstring."""
-    worlds: ClassVar[tuple[str, ...]] = ("local", "sim")
+    worlds: ClassVar[tuple[str, ...]] = ("local", "hosts", "sim")
     """The worlds that the strategy runs in."""
     uses_rate: ClassVar[bool] = True
     """Whether the optimizer and its learning rate have an effect."""
+    passes: ClassVar[int] = 1
+    """How many times as often as the task says a run goes over the data, unless the run itself says how often."""
     evaluates: ClassVar[bool] = True
     """Whether there is a model to evaluate; without one no validation data are needed."""
+    one_memory: ClassVar[bool] = False
+    """Whether all workers have to see the same memory: they are on one host, and compute on CPUs."""
+    uncompressed: ClassVar[str] = (
+        'it does not say that its gradients are summed by ctx.replica.synchronized(): uncompressed = ""'
+    )
+    """Why gradients cannot be compressed on their way, in words that follow its name; empty where they can."""
     bucket_bytes: ClassVar[int] = 1 << 22
     letters: ClassVar[tuple[type[msgspec.Struct], ...]] = ()
     """The kinds of letters that its roles send to one another, besides what servers understand."""
@@ -82,9 +90,28 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
         strategy as it is. What it returns is on record, and a run that is resumed has the same."""
         return self
 
-    def part(self, model: nn.Module, rank: int, workers: int) -> nn.Module:
-        """The part of the model that a worker has; by default all of it. Its parameters are those of `model`."""
+    def has_whole_model(self) -> bool:
+        """Whether every worker has the whole model: `part` gives it nothing less."""
+        return type(self).part is Strategy.part
+
+    def recomputes(self) -> tuple[str, ...]:
+        """The values of `recompute` that the strategy can carry out; by default those for a whole model."""
+        return ("none", "sqrt", "recursive", "auto") if self.has_whole_model() else ("none",)
+
+    def cuttable(self, task: Task, model: nn.Module) -> nn.Module:
+        """The model in a form that `part` cuts, such as a row of traced layers; by default the model as it is. Its
+        parameters are those of `model`."""
         return model
+
+    def part(self, model: nn.Module, rank: int, workers: int) -> nn.Module:
+        """The part of a model, as `cuttable` has made it, that a worker has; by default all of it. Its parameters are
+        those of `model`, or slices of them (splits/slices.py); `model` may be changed."""
+        return model
+
+    def fellows(self, rank: int, workers: int) -> range:
+        """The workers that have one copy of the model together with this one: what a newcomer needs, and some of them
+        have, it takes from them rather than from workers of another copy. By default nobody else."""
+        return range(rank, rank + 1)
 
     def assembled(self, parts: Mapping[int, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """What the workers' own states, by rank, give to the model that is evaluated and saved, by the names of its
@@ -100,6 +127,7 @@ def exchange(ctx: Context, batch: Batch, clock: int, rate: float, gradient: Tens
         vector,
         clock=clock,
         lr=rate,
+        scale=ctx.replica.push_scale(),
         used=ctx.replica.reached(),
         lease=batch.lease,
     ).wait()

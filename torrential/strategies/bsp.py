@@ -15,12 +15,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torrential.server.consistency import Consistency
-from torrential.strategies.base import Strategy, exchange
+from torrential.strategies.base import exchange
 from torrential.strategies.context import Context
-from torrential.strategies.roles import Role, Roles, Servers
+from torrential.strategies.parameter_server import ParameterServerStrategy
+from torrential.strategies.roles import Roles, Servers
 
 
-class Bsp(Strategy, frozen=True, kw_only=True):
+class Bsp(ParameterServerStrategy, frozen=True, kw_only=True):
     """Bulk synchronous training through servers: push, aggregate, pull."""
 
     name: ClassVar[str] = "bsp"
@@ -28,8 +29,8 @@ class Bsp(Strategy, frozen=True, kw_only=True):
 
     def roles(self, workers: int, servers: int) -> Roles:
         return (
-            Role("worker", workers, self.worker, "view"),
-            Servers(servers, Consistency(staleness=0), joined=True),
+            self.worker_role(workers),
+            Servers(servers, Consistency(staleness=0), joined=True, stages=self.stages),
         )
 
     def worker(self, ctx: Context) -> None:

@@ -27,6 +27,7 @@ from torrential.data.portions import Tally
 from torrential.params.layout import Bucket, Layout
 from torrential.params.local import LocalParameters
 from torrential.params.synchronized import Synchronized
+from torrential.params.unlocked import UnlockedParameters
 from torrential.server.client import Answer, Client
 from torrential.task import Task
 
@@ -59,9 +60,15 @@ class Replica(Protocol):
     def synchronized(self) -> Synchronized:
         """Parameters that all members hold alike: gradients are summed over them, and one step is taken for all."""
 
-    def local(self, *, own: bool = False, alike: bool = False) -> LocalParameters:
+    def local(self, *, own: bool = False, alike: bool = False, undo: bool = True) -> LocalParameters:
         """Parameters and an optimizer of this role alone. With `own` the parameters are saved for each worker; else
-        they are the same on all members whenever a round is concluded. `alike`: so is the optimizer's state."""
+        they are the same on all members whenever a round is concluded. `alike`: so is the optimizer's state. Without
+        `undo` neither parameters of one's own nor the optimizer's state are put back when a round is given up: for
+        programs that change them in `conclude` alone."""
+
+    def unlocked(self, *, count_lost: bool = False) -> UnlockedParameters:
+        """One copy of the parameters in memory that all members see, which each of them changes without locks, with an
+        optimizer of its own. For strategies with `one_memory`. `count_lost`: make it possible to count updates."""
 
     def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
         """Have forward run by what `wrapper` makes of the model."""
@@ -83,6 +90,15 @@ class Replica(Protocol):
         of their samples. `ready` is called with each bucket as its gradients are complete, in the same order on every
         member. The flat gradient is written once `after`, something that still reads it, is done. A loss that is no
         number ends the run, unless `finite` is False."""
+
+    def backward_with_others(self, batches: Sequence[Batch], share: float) -> float:
+        """Forward and backward of a model whose layers wait for those of other workers on the same batches; gradients
+        are added up by the batches' weights, and the mean loss of their samples is returned, a number or not. `share`:
+        of the work on the whole model, what this worker does."""
+
+    def push_scale(self) -> float:
+        """The `scale` that the last gradient is pushed with: 1, or 0 where it overflowed in half precision, so that the
+        update which it would be part of is left out."""
 
     def keep_batches(self) -> None:
         """Keep what is read from now on, where the same batches are asked for again and again."""
@@ -112,6 +128,7 @@ class Vote:
     loss: float  # mean over its samples
     samples: int
     numbers: Sequence[float] = ()  # the strategy's own
+    updates: int = 1  # of the parameters, that the round is made of: the same on all members
 
 
 @dataclass(frozen=True)
@@ -133,8 +150,9 @@ class Progress(Protocol):
     def finished(self) -> bool:
         """Whether all steps or epochs are done, or the run is to stop."""
 
-    def rate(self, joined: int, batch: Batch | None = None) -> float:
-        """The learning rate of an update made of `joined` samples, at this point of the run or at a batch's place."""
+    def rate(self, joined: int, batch: Batch | None = None, *, ahead: int = 0) -> float:
+        """The learning rate of an update made of `joined` samples, at this point of the run or at a batch's place, or
+        so many samples `ahead`."""
 
     def loss_scale(self, joined: int) -> float:
         """The factor of the gradient, where the recipe scales that instead of the rate."""
@@ -144,6 +162,9 @@ class Progress(Protocol):
 
     def count(self, batch: Batch, answer: Answer) -> None:
         """Count an answer that came after its batch was done with."""
+
+    def delayed(self, updates: int) -> None:
+        """Count an update whose gradient belongs to parameters that were so many updates older."""
 
     def note(self, event: str, detail: str) -> None:
         """Put an event on record."""
@@ -171,7 +192,7 @@ class State(Protocol):
 
     `save` returns a dict of tensors by names of your own; it is called when the state is registered, too, which checks
     it. `load` is given such a dict and takes it over, copying into the tensors that the program goes on with; in a
-    resumed run that happens when the state is registered."""
+    resumed run that happens when the state is registered, so that is refused once the first step has begun."""
 
     def everybody(
         self, name: str, save: Callable[[], Mapping[str, Tensor]], load: Callable[[Mapping[str, Tensor]], None]
@@ -185,9 +206,10 @@ class State(Protocol):
         load: Callable[[Mapping[str, Tensor]], None],
         *,
         undo: bool = True,
+        handed: bool = True,
     ) -> None:
-        """Keep something of this role alone. A newcomer begins with that of a member that was there. With `undo` it is
-        put back when a round is given up."""
+        """Keep something of this role alone. A newcomer begins with that of a member that was there, unless `handed`
+        is False: then with what it has. With `undo` it is put back when a round is given up."""
 
 
 class Context(Protocol):
@@ -225,6 +247,11 @@ class Context(Protocol):
         registered state. When everybody's vote is in, the step is decided and `conclude` takes it, without waiting for
         anybody. If a member dies or joins, a step that was decided is concluded by all; one that was not is put back
         and proposed again by those who are there, on the data still owed."""
+
+    def as_replica(self, program: Callable[[Context], None]) -> None:
+        """Run a program as one of the workers of a replica, each with a stage of the model: they train on the same
+        batches, and each exchanges the parameters of its own stage with the servers. When one of them dies, what is
+        under way is given up; the program begins again, with the servers' parameters, once it has been replaced."""
 
     def leave(self) -> None:
         """Say that this role's program is finished; returns when every role's is."""

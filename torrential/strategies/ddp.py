@@ -29,6 +29,7 @@ class Ddp(Strategy, frozen=True, kw_only=True):
 
     name: ClassVar[str] = "ddp"
     summary: ClassVar[str] = "PyTorch's DistributedDataParallel as it is, to compare with"
+    uncompressed: ClassVar[str] = "torch sends its gradients"
     worlds: ClassVar[tuple[str, ...]] = ("local",)
 
     bucket_mb: float = 25.0

@@ -19,15 +19,15 @@ import torch
 from torrential.optimizers import OptimizerSpec
 from torrential.server.client import PendingRequest
 from torrential.server.consistency import Consistency
-from torrential.strategies.base import Strategy
 from torrential.strategies.context import Context
-from torrential.strategies.roles import Role, Roles, Servers
+from torrential.strategies.parameter_server import ParameterServerStrategy
+from torrential.strategies.roles import Roles, Servers
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 ADAGRAD_RATE = 0.01  # torch's default, too
 
 
-class Downpour(Strategy, frozen=True, kw_only=True):
+class Downpour(ParameterServerStrategy, frozen=True, kw_only=True):
     """Downpour SGD: workers push gradients and fetch parameters, and never wait for each other."""
 
     name: ClassVar[str] = "downpour"
@@ -51,8 +51,8 @@ class Downpour(Strategy, frozen=True, kw_only=True):
 
     def roles(self, workers: int, servers: int) -> Roles:
         return (
-            Role("worker", workers, self.worker, "view"),
-            Servers(servers, Consistency(staleness=None)),
+            self.worker_role(workers),
+            Servers(servers, Consistency(staleness=None), stages=self.stages),
         )
 
     def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
@@ -90,6 +90,7 @@ class Downpour(Strategy, frozen=True, kw_only=True):
                 if last:
                     summed = gradient if total is None else total
                     about: dict[str, Any] = {"clock": clock, "lr": rate, "used": used, "lease": batch.lease}
+                    about["scale"] = ctx.replica.push_scale() if total is None else 1.0
                     if fetch:  # in one round trip
                         pushed = fetched = ctx.params.push_pull(summed, vector, **about)
                     else:

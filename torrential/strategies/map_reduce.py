@@ -36,6 +36,7 @@ from torrential.strategies.portioned import Over, Report
 from torrential.strategies.roles import Role, Roles
 
 AT_ONCE = 0.05  # seconds of work that a worker is given without being asked how far it is
+WATCHED = 2  # portions that each worker computes first, around which it looks for writes by a checksum
 SLOW = 2.0  # a worker that takes so many times as long as the median sends every sum at once
 
 
@@ -89,6 +90,7 @@ class MapReduce(Strategy, frozen=True, kw_only=True):
     """Statistics of all rows, computed in portions by idle workers and added in one order."""
 
     name: ClassVar[str] = "map_reduce"
+    uncompressed: ClassVar[str] = "it has no gradients"
     uses_rate: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
     letters: ClassVar = (MapOrder, Mapped, Sums, Report, SumsHeld, Over)
@@ -124,6 +126,7 @@ class _Portions:
     def __init__(self, ctx: Context) -> None:
         self._ctx, self._query = ctx, _query(ctx)
         self._read: dict[int, Any] = {}
+        self._computed = 0
         self._first: tuple[int, str] | None = None  # a portion of this round, and the shape of its statistic
 
     def begin(self) -> None:
@@ -132,7 +135,9 @@ class _Portions:
     def compute(self, number: int, round: int, estimate: Any) -> Any:
         query, (first, last) = self._query, self._query.span(number)
         batch = Batch(round, first, torch.empty(last - first, dtype=torch.uint8), last - first)  # so many rows
-        found = self._ctx.replica.compute(batch, lambda: query.compute(self._rows(number), estimate))
+        watched = self._computed < WATCHED
+        found = self._ctx.replica.compute(batch, lambda: query.compute(self._rows(number), estimate, watched))
+        self._computed += 1
         if query.combine is None:  # else it is for that one to say what fits together
             shape = shape_of(found)
             if self._first is None:

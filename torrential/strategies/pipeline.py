@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, ClassVar, Literal, Self
 
 import msgspec
@@ -29,131 +29,52 @@ from torch import Tensor, nn
 
 from torrential.comm.protocol import Handle
 from torrential.errors import BadInput, RunFailed
-from torrential.stages.cut import balanced_cuts, layer_costs, layers_of, read_costs, read_cuts, spans
-from torrential.stages.parameters import StageParameters, part_name
+from torrential.stages.cut import read_costs
+from torrential.stages.parameters import StageParameters
 from torrential.stages.passes import PassPlan, StagePasses
-from torrential.stages.pipelines import PipelineCrew, copied, crews
-from torrential.strategies.base import Strategy
+from torrential.stages.pipelines import PipelineCrew, complete_crews, crews
+from torrential.stages.spans import STEP
 from torrential.strategies.context import Context, Decision, Vote
 from torrential.strategies.roles import Role, Roles
+from torrential.strategies.staged import Staged
 from torrential.task import Task
 
 
-class Pipeline(Strategy, frozen=True, kw_only=True):
+class Pipeline(Staged, frozen=True, kw_only=True):
     """A model cut into stages, one for each worker; microbatches of every batch pass through them."""
 
     name: ClassVar[str] = "pipeline"
     summary: ClassVar[str] = "stages of the model on different workers, microbatches passing through them"
+    uncompressed: ClassVar[str] = "its workers send activations"
 
-    stages: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """The number of stages; 0: as many as there are workers. With fewer there are several pipelines."""
     microbatches: Annotated[int, msgspec.Meta(ge=1)] = 8
     """The number of pieces that a worker's batch is cut into."""
-    order: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """The order of forwards and backwards: 1f1b keeps fewer activations than gpipe; interleaved idles less."""
+    order: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """The order of forwards and backwards: 1f1b keeps fewer activations than gpipe; interleaved and zero-bubble idle
+    less."""
     chunks: Annotated[int, msgspec.Meta(ge=1)] = 1
     """The number of pieces of the model on each stage, for interleaved."""
-    cuts: str = ""
-    """The layers at which the pieces of the model begin, as in 2,4; by default all have about as much to compute."""
-    costs: str = ""
-    """What these pieces cost, relative to each other, as in 1,2,1; by default counted. Time is simulated by it."""
-    copies: bool = True
-    """Whether a neighbour keeps the parameters of each stage, too, so that the run outlives its worker."""
-    recompute: bool = False
-    """Whether only the inputs of a stage are kept, and its forward is run again before its backward."""
 
     def roles(self, workers: int, servers: int) -> Roles:
         return (Role("worker", workers, self.worker, "regroup"),)
 
-    def samples_per_update(self, workers: int, batch_size: int) -> int:
-        return self.pipelines(workers) * batch_size
+    def pieces(self) -> int:
+        return self.chunks
 
-    def pipelines(self, workers: int) -> int:
-        """The number of copies of the whole model."""
-        return workers // (self.stages or workers)
-
-    # -- the model's parts ------------------------------------------------------------------------------------------
     def refuse(self, task: Task, model: nn.Module) -> None:
-        if task.loss is None:
-            raise BadInput("pipeline needs outputs and targets apart; give the task a loss(outputs, targets), no step")
-        if len(kinds := {parameter.dtype for parameter in model.parameters()}) > 1:
-            raise BadInput(f"pipeline needs parameters of one dtype (given: {', '.join(sorted(map(str, kinds)))})")
+        super().refuse(task, model)
         if self.chunks > 1 and self.order != "interleaved":
             raise BadInput(f"chunks={self.chunks} is for order=interleaved (given: {self.order})")
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                raise BadInput(f"pipeline has no sparse gradients ({name}); leave out sparse=True")
-        if self.recompute:
-            for name, module in model.named_modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
-                    raise BadInput(
-                        f"recompute would count every batch twice in the running statistics of {name}; use group norm, "
-                        "or leave out recompute"
-                    )
 
     def fitted(self, task: Task, model: nn.Module, workers: int) -> Self:
-        stages = self.stages or workers
-        if workers % stages:
-            raise BadInput(f"stages={stages} does not divide the workers ({workers}); give a multiple of it")
-        if stages == 1 and self.chunks > 1:
+        if self.chunks > 1 and (self.stages or workers) == 1:
             raise BadInput(f"chunks={self.chunks} needs several stages (given: 1); leave out chunks")
-        if stages == 1:  # any model will do
-            return msgspec.structs.replace(self, stages=1, cuts="", costs="1")
-        layers, parts = len(layers_of(model)), stages * self.chunks
-        if parts > layers:
-            raise BadInput(
-                f"{layers} layers cannot be cut into {parts} parts (stages: {stages}, chunks: {self.chunks}); use "
-                f"fewer workers, or --set stages=K with K up to {layers // self.chunks}"
-            )
-        costs = layer_costs(task, model)
-        cuts = read_cuts(self.cuts, layers, parts) if self.cuts else balanced_cuts(costs, parts)
-        each = [sum(costs[i] for i in span) for span in spans(cuts, layers)]
-        given = read_costs(self.costs, parts) if self.costs else [cost / sum(each) for cost in each]
-        made = msgspec.structs.replace(
-            self, stages=stages, cuts=",".join(map(str, cuts)), costs=",".join(f"{cost:.4g}" for cost in given)
-        )
-        for stage in range(stages):
-            if not any(parameter.requires_grad for parameter in made.part(model, stage, workers).parameters()):
-                raise BadInput(
-                    f"the worker of stage {stage} has nothing to train (cuts={made.cuts}); say where to cut, as in "
-                    '--set cuts="2,4", or use fewer stages'
-                )
-        return made
+        return super().fitted(task, model, workers)
 
-    def _spans(self, layers: int) -> list[range]:
-        return list(spans([int(each) for each in self.cuts.split(",")] if self.cuts else [], layers))
-
-    def part(self, model: nn.Module, rank: int, workers: int) -> nn.Module:
-        if self.stages == 1:
-            return nn.ModuleDict({part_name(0, 0): model})
-        found = layers_of(model)
-        parts = self._spans(len(found))
-        return nn.ModuleDict(
-            {
-                part_name(each, chunk): nn.Sequential(*(found[i][1] for i in parts[chunk * self.stages + each]))
-                for each in self.kept(rank)
-                for chunk in range(self.chunks)
-            }
-        )
-
-    def kept(self, rank: int) -> list[int]:
-        """The stages whose parameters a worker has: its own, and those that it keeps a copy of."""
-        stage = rank % self.stages
-        return [stage, *(copied(stage, self.stages) if self.copies else [])]
-
-    def plan(self) -> PassPlan:
+    def plan(self, recompute: bool) -> PassPlan:
         """How batches pass through the model."""
         costs = read_costs(self.costs, self.stages * self.chunks)
-        return PassPlan(self.order, self.microbatches, self.stages, self.chunks, costs, self.recompute)
-
-    def assembled(self, parts: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for rank in sorted(parts, reverse=True):  # of several pipelines the first counts
-            for name, tensor in parts[rank].items():
-                kind, _, inner = name.partition("/")
-                if kind in ("parameters", "buffers"):
-                    found[inner] = tensor
-        return found
+        return PassPlan(self.order, self.microbatches, self.stages, self.chunks, costs, recompute)
 
     def worker(self, ctx: Context) -> None:
         worker = _PipelineWorker(self, ctx)
@@ -167,14 +88,20 @@ class _PipelineWorker:
         self._strategy, self._ctx, self._rank = strategy, ctx, ctx.comm.rank
         if any(parameter.device.type != "cpu" for parameter in ctx.replica.model.parameters()):
             raise RunFailed("pipeline computes on CPUs only; give --device cpu")
-        self._parameters = ctx.replica.local(own=True)
+        self._parameters = ctx.replica.local(own=True, undo=False)
         self._parameters.clip_norm = None  # which is for the norm of all
         model, layout = ctx.replica.model, ctx.replica.layout
+        self._by_reference = ctx.comm.shares_memory and self._parameters.elementwise  # are gradients told to copies?
+        turns = 2 if self._by_reference else 1
         self._kept = [
-            StageParameters(ctx.comm, model, layout, stage, strategy.chunks) for stage in strategy.kept(self._rank)
+            StageParameters(ctx.comm, model, layout, stage, strategy.chunks, turns)
+            for stage in strategy.kept(self._rank)
         ]
-        self._generation = -1
+        for kept in self._kept:
+            kept.take_gradients()
+        self._generation, self._began = -1, 0.0
         self._crews: list[PipelineCrew] = []
+        self._copies: list[StageParameters] = []  # whose gradients are read where their owners have them
         self._passes: StagePasses | None = None  # where this worker's pipeline is complete
         self._shared: dict[str, list[int]] = {}
         self._counted: set[str] = set()
@@ -184,43 +111,76 @@ class _PipelineWorker:
         if ctx.comm.generation != self._generation:
             self._meet()
             self._generation = ctx.comm.generation
+        self._began = ctx.comm.now()
+        for kept in self._kept:
+            kept.turn(ctx.progress.step)
         for parameter in ctx.replica.model.parameters():
             parameter.grad = None
         loss, samples = 0.0, 0
         if self._passes is not None:
             complete = [crew.number for crew in self._crews if crew.complete]
             part = complete.index(self._rank // self._strategy.stages)
-            loss, samples = self._passes.run(ctx.data.share(1, part=part, parts=len(complete)).batches)
+            batches = ctx.data.share(1, part=part, parts=len(complete)).batches
+            loss, samples = self._passes.run(batches, self._parameters.catch_up)
         else:
             ctx.data.share(1, part=0, parts=sum(crew.complete for crew in self._crews))
+        self._parameters.catch_up()
+        began = ctx.comm.now()
         self._sum_gradients()
+        ctx.comm.span("gradients", began)
         return Vote(loss, samples, [self._square()])
 
     def conclude(self, decision: Decision) -> None:
-        ctx = self._ctx
-        clip = ctx.task.clip_norm
-        if clip is not None:
-            norm = math.sqrt(float(decision.numbers[:, 0].sum()))
-            for parameter in ctx.replica.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad *= min(1.0, clip / (norm + 1e-6))
-        self._parameters.step(ctx.progress.rate(ctx.data.joined))
+        ctx, scale = self._ctx, 1.0
+        rate = ctx.progress.rate(ctx.data.joined)
+        if (clip := ctx.task.clip_norm) is not None:
+            scale = min(1.0, clip / (math.sqrt(float(decision.numbers[:, 0].sum())) + 1e-6))
+        began = ctx.comm.now()
+        mine = {p: p.grad for p in ctx.replica.model.parameters() if p.grad is not None}
+        theirs = {p: gradient for stage in self._copies for p, gradient in stage.found().items()}
+        own = {p for stage in self._kept if stage not in self._copies for p in stage.parameters.values()}
+        self._step(rate, scale, mine)
+        if late := {p: gradient for p, gradient in theirs.items() if p not in own}:
+            self._parameters.put_off(partial(self._step, rate, scale, late))
+        ctx.comm.span("update", began)
+        ctx.comm.span(STEP, self._began, {"number": ctx.progress.step + 1})
+
+    def _step(self, rate: float, scale: float, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """Step some parameters; others may have gradients that are being added up."""
+        before = {p: p.grad for p in self._ctx.replica.model.parameters()}
+        for parameter in before:
+            gradient = gradients.get(parameter)
+            parameter.grad = gradient if gradient is None or scale == 1.0 else gradient * scale
+        self._parameters.step(rate)
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
 
     # -- who is there -----------------------------------------------------------------------------------------------
     def _meet(self) -> None:
         """Members have changed: who runs what, and what do they share?"""
         ctx, strategy = self._ctx, self._strategy
+        self._parameters.catch_up()
         self._crews = crews(ctx.comm.members, strategy.stages, ctx.config.workers, strategy.copies)
-        if not any(crew.complete for crew in self._crews):
-            lost = next(stage for crew in self._crews for stage, source in enumerate(crew.sources) if source is None)
-            kept = ", and neither has the one that kept its copy" if strategy.copies else ""
-            raise RunFailed(f"no worker has stage {lost} of the model any more{kept}; resume the run")
+        complete_crews(self._crews, strategy.copies)
         mine = self._crews[self._rank // strategy.stages]
         stages = next((stages for rank, stages in mine.runners if rank == self._rank), []) if mine.complete else []
+        for stage in self._kept:
+            sources = [crew.sources[stage.stage] for crew in self._crews]
+            stage.joined = len(mine.keepers[stage.stage]) > 1 or sources.count(None) < len(sources) - 1
+        self._copies = [s for s in self._kept if self._by_reference and mine.sources[s.stage] != self._rank]
+        for stage in self._kept:
+            source = mine.sources[stage.stage]
+            stage.use(self._rank if source is None or not self._by_reference else source)
         self._passes = None
         if stages:
             assert ctx.task.loss is not None
-            self._passes = StagePasses(ctx.comm, ctx.replica, ctx.task.loss, strategy.plan(), mine.runners)
+            self._passes = StagePasses(
+                ctx.comm,
+                ctx.replica,
+                ctx.task.loss,
+                strategy.plan(ctx.config.settings.recompute == "stage"),
+                mine.runners,
+            )
         self._shared, self._counted = self._tell_names([s for s in self._kept if s.stage in stages])
 
     def _tell_names(self, running: list[StageParameters]) -> tuple[dict[str, list[int]], set[str]]:
@@ -257,7 +217,7 @@ class _PipelineWorker:
         mine = self._crews[self._rank // strategy.stages]
         sent: list[Handle] = []
         for stage in sorted(self._kept, key=lambda kept: kept.stage):
-            if mine.sources[stage.stage] == self._rank:
+            if mine.sources[stage.stage] == self._rank and stage.joined:
                 stage.collect()
                 sources = [crew.sources[stage.stage] for crew in self._crews]
                 others = [rank for rank in sources if rank is not None]
@@ -268,12 +228,15 @@ class _PipelineWorker:
             source = mine.sources[stage.stage]
             if source != self._rank and source is not None:
                 stage.receive(source)
-            stage.spread()
+            if stage.joined and stage not in self._copies:
+                stage.spread()
         for handle in sent:
             handle.wait()
 
     def _square(self) -> float:
-        """The square of the norm of those gradients that this worker counts."""
+        """The square of the norm of those gradients that this worker counts, if anybody wants to know."""
+        if self._ctx.task.clip_norm is None:
+            return 0.0
         found = {name: p.grad for stage in self._kept for name, p in stage.parameters.items() if name in self._counted}
         return math.fsum(float(grad.double().square().sum()) for grad in found.values() if grad is not None)
 

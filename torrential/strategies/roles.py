@@ -46,6 +46,8 @@ class Servers:
     vectors: Mapping[str, float] = field(default_factory=dict)
     """Vectors that the handlers keep beside the parameters, as long as these, by name: the value that they begin with.
     They are found in `shard.states`, and are replicated, saved and resumed with the parameters."""
+    stages: int = 1
+    """The number of workers that a replica of the model is of, each with a stage of it (server/shares.py)."""
     name: Literal["server"] = "server"
     death: Death = "view"
 

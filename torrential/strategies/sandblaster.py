@@ -60,7 +60,9 @@ class Sandblaster(Strategy, frozen=True, kw_only=True):
 
     name: ClassVar[str] = "sandblaster"
     summary: ClassVar[str] = "L-BFGS on servers: a large batch in small portions, copies of slow ones, a line search"
+    uncompressed: ClassVar[str] = "L-BFGS needs its gradients exactly"
     uses_rate: ClassVar[bool] = False
+    passes: ClassVar[int] = 3  # an epoch is one step or less
     letters: ClassVar = LETTERS
 
     history: Annotated[int, msgspec.Meta(ge=1, le=100)] = 10

@@ -13,12 +13,13 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from torrential.server.consistency import Consistency
-from torrential.strategies.base import Strategy, exchange
+from torrential.strategies.base import exchange
 from torrential.strategies.context import Context
-from torrential.strategies.roles import Role, Roles, Servers
+from torrential.strategies.parameter_server import ParameterServerStrategy
+from torrential.strategies.roles import Roles, Servers
 
 
-class Ssp(Strategy, frozen=True, kw_only=True):
+class Ssp(ParameterServerStrategy, frozen=True, kw_only=True):
     """Stale synchronous parallel: no worker runs more than `staleness` clocks ahead of the slowest."""
 
     name: ClassVar[str] = "ssp"
@@ -29,20 +30,21 @@ class Ssp(Strategy, frozen=True, kw_only=True):
 
     def samples_per_update(self, workers: int, batch_size: int) -> int:
         """Without staleness all workers of a clock share one joined batch, as in `bsp`."""
-        return batch_size if self.staleness else workers * batch_size
+        return batch_size if self.staleness else super().samples_per_update(workers, batch_size)
 
     def roles(self, workers: int, servers: int) -> Roles:
         return (
-            Role("worker", workers, self.worker, "view"),
-            Servers(servers, Consistency(staleness=self.staleness), joined=self.staleness == 0),
+            self.worker_role(workers),
+            Servers(servers, Consistency(staleness=self.staleness), joined=self.staleness == 0, stages=self.stages),
         )
 
     def worker(self, ctx: Context) -> None:
         vector, gradient = ctx.replica.vector(), ctx.replica.gradient()
-        workers, joined = ctx.config.workers, ctx.config.workers * ctx.config.batch_size
+        replicas = self.replicas(ctx.config.workers)
+        joined = replicas * ctx.config.batch_size
         clock = ctx.params.begin(vector)
         while (batch := ctx.data.take(clock)) is not None:
-            weight = 1 / workers if self.staleness else len(batch) / batch.total
+            weight = 1 / replicas if self.staleness else len(batch) / batch.total
             loss = ctx.replica.backward([batch.weighted(weight)])
             answer = exchange(ctx, batch, clock, ctx.progress.rate(joined, batch), gradient, vector)
             ctx.progress.advance(batch, loss, answer)

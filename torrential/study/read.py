@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from torrential import records
-from torrential.config import WORLDS, Recipe, label_of, read_config
+from torrential.config import WORLDS, Compression, Recipe, label_of, read_config
 from torrential.errors import BadInput, UnknownName
 from torrential.records import Evaluation, Event, Manifest, Step, Summary, Work
 from torrential.study.ask import Question, Spec, cluster_name, grid, own_options
@@ -252,9 +252,10 @@ def _group(runs: Sequence[Run], problems: list[str]) -> list[Entry]:
 
 
 def _set_options(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """The options of strategy, world and recipe that are not at their defaults."""
+    """The options of strategy, world, recipe and compression that are not at their defaults."""
     settings = {name: value for name, value in config["settings"].items() if name != "evaluate_every"}
     options = _changed(settings, WORLDS[config["world"]]()) | _changed(config.get("recipe", {}), Recipe())
+    options |= _changed(config.get("compression", {}), Compression())
     if (changed := config.get("changed")) is not None:
         return dict(changed) | options
     from torrential.strategies import STRATEGIES  # loads torch

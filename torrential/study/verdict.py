@@ -200,8 +200,11 @@ def _refused(study: Study, rows: list[Row]) -> list[str]:
 
 
 def _without_target(study: Study) -> str:
+    runs = [run for entry in study.entries for run in entry.runs]
+    if runs and all(run.config.get("strategy", "").endswith(":MapReduce") for run in runs):
+        return "map-reduce trains no model, so there is nothing to reach; what it found is what tt.map_reduce returned"
     remedy = "train with --target, or use torrential compare"
-    if all(run.config.get("target") is None for entry in study.entries for run in entry.runs):
+    if all(run.config.get("target") is None for run in runs):
         return f"there was no target, and so there is no time to one; {remedy}"
     return f"there is no target that all runs share, and so no time to it; {remedy}"
 

@@ -1,7 +1,11 @@
 """What must hold in a run, whatever happens to it: looked at between any two events, and at the end.
 
-- the members of an all-reduce have the same parameters, bit for bit, after the same number of steps; in the end these,
-  and those of every checkpoint, are what plain training on the joined batches comes to: testing/plain.py
+- the members of an all-reduce, or of an average of local steps, have the same parameters, bit for bit, after the same
+  number of steps, and the same of whatever else is everybody's; in the end these, and those of every checkpoint, are
+  what plain training on the joined batches comes to (where a round is one step): testing/plain.py
+- on one vector without locks every minibatch counts once; elastic exchanges conserve the sum: testing/falling.py
+- all workers of pipelines that have a parameter have the same bits of it after the same step; checkpoints of a model
+  with batch norm, buffers too, are those of a run without faults: testing/pipelined.py
 - pushes: testing/ledger.py
 - of workers that execute a clock, none is more than `staleness` clocks ahead of another (server/consistency.py)
 - every range's replicas are equal to its head once nothing is under way
@@ -14,20 +18,24 @@ from collections import deque
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torrential.comm.protocol import SERVERS, Letter
 from torrential.membership.machine import Membership
+from torrential.params.layout import plan
 from torrential.server.messages import Done, Push, Range, Refused, Take
 from torrential.server.server import Server
 from torrential.server.shard import Shard
 from torrential.strategies.base import needs_servers
+from torrential.strategies.hogwild import Hogwild
 from torrential.testing.events import EVENTS, Happened
+from torrential.testing.falling import TOLERANCE, misplaced
 from torrential.testing.ledger import Ledger
+from torrential.testing.pipelined import PipelineAudit
 from torrential.testing.plain import PlainTraining
 from torrential.trainer.context import RoleContext
 from torrential.trainer.server_plan import ServerPlan
-from torrential.trainer.snapshot import Snapshot
+from torrential.trainer.snapshot import Snapshot, load_flat
 from torrential.worlds.base import Job
 from torrential.worlds.sim.kernel import Kernel
 from torrential.worlds.sim.mail import Hub
@@ -44,8 +52,8 @@ class Violation(Exception):
 class Audit:
     """Implements worlds.sim.world.Watch."""
 
-    def __init__(self, job: Job, linear: bool) -> None:
-        """`linear`: parameters are sums of what was pushed."""
+    def __init__(self, job: Job, linear: bool, pipelined: PipelineAudit | None = None) -> None:
+        """`linear`: parameters are sums of what was pushed; `pipelined`: what is looked at in a run of pipelines."""
         self._job, self._linear = job, linear
         self._wrong: list[str] = []
         self.events: deque[Happened] = deque(maxlen=EVENTS)
@@ -59,9 +67,10 @@ class Audit:
         self.lost = ""  # what is gone, so that the run may fail
         self._ledger: Ledger | None = None
         self._plain: PlainTraining | None = None
+        self._pipelined = pipelined
         if needs_servers(job.strategy):
             plan = ServerPlan(job.task, job.config, job.strategy)
-            self._consistency = plan.consistency
+            self._consistency, self._shares = plan.consistency, plan.shares
             self._ledger = Ledger(plan.initial().parameters, plan.consistency, self._complain)
         else:
             self._plain = PlainTraining(job, self._complain)
@@ -85,12 +94,18 @@ class Audit:
         self._roles[address] = role
         self._steps[address] = 0
 
-    def snapshot(self, snapshot: Snapshot, flat: Mapping[str, Tensor]) -> None:
+    def snapshot(self, snapshot: Snapshot, flat: Mapping[str, Tensor], assembled: dict[str, Tensor]) -> None:
         """What a checkpoint holds. With servers it is not looked at where letters are lost, for marks count on those
         before them (server/copies.py), nor where the first few pushes make a step: these may be others on another
         range."""
+        if self._pipelined is not None:
+            self._pipelined.saved(snapshot, assembled)
         if self._plain is not None:
-            self._plain.saved(snapshot, flat)
+            self._plain.saved(snapshot, flat, assembled)
+        if self._job.strategy.name == Hogwild.name:
+            saved = self._job.task.model()
+            load_flat(saved, plan(saved, 1), flat)
+            self._check_falling(f"the checkpoint at {snapshot.step}", saved, snapshot.step)
         if self._ledger is None or snapshot.dealer is None or not self._linear:
             return
         if not self._hub.cluster.accidents.loss and self._consistency.first is None:
@@ -105,7 +120,7 @@ class Audit:
         self.raise_violation()
         finished = self._job.config.steps is None
         if self._ledger is None:
-            self._compare_with_plain_training(finished)
+            self._check_members(finished)
         elif not self.lost:
             self._check_servers(finished)
         self.raise_violation()
@@ -133,18 +148,31 @@ class Audit:
         for by_member in self._parameters.values():
             by_member.pop(address, None)
         if self._ledger is None:
-            if all(worker.applied < 0 for worker in self._roles.values()):  # type: ignore[union-attr]
+            workers = {rank: worker for rank, worker in self._roles.items() if isinstance(worker, RoleContext)}
+            if self._pipelined is not None:
+                self.lost = self._pipelined.lost(workers) or self.lost
+            elif all(worker.applied < 0 for worker in workers.values()):
                 self.lost = "all workers that had parameters"
         elif address < SERVERS:
-            self._ledger.died(address)
+            self._give_up(address)
+
+    def _give_up(self, worker: int) -> None:
+        """Servers forget a worker that died, and the others of its replica with it."""
+        assert self._ledger is not None
+        for fellow in self._shares.replica(worker):
+            self._executing.pop(fellow, None)
+            self._ledger.died(fellow)
 
     def _find_losses(self) -> None:
         """Whether something is gone that the run cannot go on without."""
         for r in self._table():
             if not any(self._holds(member, r) for member in r.chain):
                 self.lost = f"parameters {r.start} to {r.stop}"
-        if not any(address < SERVERS for address in self._hub.mails):
+        workers = [address for address in self._hub.mails if address < SERVERS]
+        if not workers:
             self.lost = "all workers"
+        elif self._ledger is not None and not self.lost.startswith("parameters"):
+            self.lost = "" if self._shares.leaders(workers) else "a worker of every replica"
 
     def _holds(self, address: int, r: Range) -> bool:
         server, mail = self._roles.get(address), self._hub.mails.get(address)
@@ -174,7 +202,8 @@ class Audit:
     def _executes(self, worker: int, clock: int) -> None:
         """Note that a worker has begun this clock, and check that no other is too far from it."""
         staleness = self._consistency.staleness
-        if staleness is None or self._consistency.first is not None:
+        turns = getattr(self._job.strategy, "in_turn", False)  # then clocks are places in the turn
+        if staleness is None or self._consistency.first is not None or turns:
             return
         self._executing[worker] = clock
         for other, at in self._executing.items():
@@ -188,30 +217,59 @@ class Audit:
     def _stepped(self, rank: int, worker: RoleContext) -> None:
         before, step = self._steps[rank], worker.step
         self._steps[rank] = step
+        if self._pipelined is not None and not self.lost:
+            self._wrong += self._pipelined.stepped(rank, worker)
         parameters = worker.replica.parameters
         assert parameters is not None
-        flat = parameters.flat()
-        mine = b"".join(flat[name].numpy().tobytes() for name in sorted(flat))
+        common = parameters.flat() | worker.state.tensors("everybody")
+        counts = [name for name in common if name.endswith("/updates")]  # a worker may have no samples in a round
+        mine = b"".join(common[name].numpy().tobytes() for name in sorted(common.keys() - counts))
         members = self._parameters.setdefault(step, {})
         for other, theirs in members.items():
             if theirs != mine:
-                self._complain(f"after step {step} workers {rank} and {other} have different parameters")
+                self._complain(f"after step {step} workers {rank} and {other} have different parameters, or states")
         members[rank] = mine
         if step == before + 1:
             self._taken[step] = worker.progress.samples - sum(self._taken.get(s, 0) for s in range(1, step))
 
-    def _compare_with_plain_training(self, finished: bool) -> None:
-        assert self._plain is not None
+    def _check_falling(self, what: str, model: nn.Module, updates: int) -> None:
+        off = misplaced(model, self._job.config.lr * updates)
+        if off > TOLERANCE:
+            self._complain(f"after {updates} updates {what} is off by {off} of where these lead")
+
+    def _check_members(self, finished: bool) -> None:
         workers = {w.comm.rank: w for w in self._roles.values() if isinstance(w, RoleContext)}
         places = {f"worker {rank}": (w.step, w.progress.samples) for rank, w in workers.items()}
-        self._plain.check_ends(places, finished)
+        assert self._plain is not None
+        self._wrong += filter(None, [self._plain.wrong_end(places, finished)])
+        if self._job.strategy.name == Hogwild.name:
+            for rank, worker in workers.items():
+                self._check_falling(f"worker {rank}", worker.replica.model, worker.step)
         self.raise_violation()
-        self._plain.check_parameters(self._taken, {rank: w.replica.model for rank, w in workers.items()})
+        if self._pipelined is not None and self._pipelined.normed:
+            self._wrong += self._pipelined.objections()
+        elif self._takes_plain_steps():
+            whole = {rank: w.replica.model for rank, w in workers.items() if self._pipelined is None}
+            self._plain.check_parameters(self._taken, whole)
+
+    def _takes_plain_steps(self) -> bool:
+        strategy = self._job.strategy
+        # Momentum that is reset is another; one that is each worker's own has a share in steps without samples there.
+        apart = getattr(strategy, "inner", "average") != "average" and not self._linear
+        return (
+            strategy.name not in ("diloco", "streaming", "fedavg", "hogwild")
+            and getattr(strategy, "period", 1) == 1
+            and not apart
+        )
 
     # -- servers --------------------------------------------------------------------------------------------------
     def _check_servers(self, finished: bool) -> None:
         assert self._ledger is not None
         config, table = self._job.config, self._table()
+        there = [address for address in self._roles if address < SERVERS]
+        for worker in there:
+            if not set(there).issuperset(self._shares.replica(worker)):
+                self._give_up(worker)  # what it has pushed since it was alone was answered by nobody
         whole = torch.zeros(table[-1].stop, dtype=torch.float64)
         for r in table:
             head = self._shard(r.chain[0], r)

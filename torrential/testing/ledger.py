@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torrential.server.consistency import Consistency
 from torrential.server.dealer import Dealer
-from torrential.server.messages import Done, Push, Range, Span
+from torrential.server.messages import LIFE_BITS, Done, Push, Range, Span
 
 TOLERANCE = 1e-9  # of sums of float64; the smallest gradient that matters is far above it
 MOST_UNSURE = 12  # pushes on one range, up to which all combinations are tried
@@ -44,13 +44,19 @@ class Pushed:
         return f"push {self.seq & 0xFFFFFFFF} of worker {self.worker} (lease {self.lease})"
 
     def unsure(self) -> Tensor:
-        return ~(self.applied | self.dropped)
+        return ~(self.applied | self.dropped) & self.carried()
+
+    def carried(self) -> Tensor:
+        """The keys that it has values for: of a worker that has a stage of the model, those of its stage."""
+        return ~self.values.isnan()
 
 
 class Ledger:
     def __init__(self, initial: Tensor, consistency: Consistency, complain: Callable[[str], None]) -> None:
         self._initial, self._consistency, self._complain = initial, consistency, complain
         self._pushes: dict[tuple[int, int], Pushed] = {}
+        self._lives: dict[int, int] = {}  # by worker: the life in which it pushed last
+        self._whole = {0}  # leases whose push was applied at key 0
         self._samples: dict[int, Samples] = {}  # by lease
         self._holders: dict[int, tuple[int, int]] = {}  # by lease: worker and request
         self._reads: dict[tuple[Span, int], bytes] = {}  # by span and version
@@ -59,6 +65,9 @@ class Ledger:
     # -- letters --------------------------------------------------------------------------------------------------
     def pushed(self, worker: int, push: Push, tensors: Sequence[Tensor]) -> None:
         entry = self._pushes.get((worker, push.seq))
+        if self._lives.setdefault(worker, push.seq >> LIFE_BITS) < push.seq >> LIFE_BITS:
+            self.died(worker)
+            self._lives[worker] = push.seq >> LIFE_BITS
         if entry is None:
             entry = self._pushes[worker, push.seq] = Pushed(worker, push, len(self._initial))
         entry.parts[push.view, push.start] = push.spans
@@ -83,6 +92,8 @@ class Ledger:
             if other[first:last].any():
                 self._complain(f"{entry} was answered as applied and as dropped")
             said[first:last] = True
+            if first == 0 and not done.dropped:
+                self._whole.add(entry.lease)
         if self._consistency.aggregates:
             if entry.adds and not done.dropped and done.staleness:
                 self._complain(f"{entry} was computed on parameters {done.staleness} updates older than those it met")
@@ -106,6 +117,11 @@ class Ledger:
         for (whose, _), push in self._pushes.items():
             push.orphaned = push.orphaned or whose == worker
 
+    def _alone(self, push: Pushed) -> bool:
+        """Whether it is a stage's part of a batch of which the stage at key 0 has not heard that its own is applied: a
+        worker of the replica died meanwhile."""
+        return not push.carried()[0] and push.lease not in self._whole
+
     # -- sums -----------------------------------------------------------------------------------------------------
     def explain(self, vector: Tensor, table: Iterable[Range], what: str, dealer: Dealer | None = None) -> None:
         """Check that these parameters are what the pushes made them; with `dealer`: those of a checkpoint."""
@@ -114,14 +130,16 @@ class Ledger:
         if dealer is not None:
             leased = [p for p in pushes if p.lease]
             pushes = [p for p in leased if used(dealer, self._samples[p.lease])]
-            partial = [p for p in leased if p not in pushes and p.orphaned and not p.applied.all()]
+            others = [p for p in leased if p not in pushes]
+            partial = [p for p in others if self._alone(p) or (p.orphaned and not p.applied[p.carried()].all())]
         for r in table:
             here = slice(r.start, r.stop)
             left = self._initial[here] - vector[here]
-            unsure = [p.rate * p.values[here] for p in partial]
-            for push in pushes:
+            unsure = [p.rate * p.values[here] for p in partial if p.carried()[r.start]]
+            for push in (p for p in pushes if p.carried()[r.start]):
                 moved = push.rate * push.values[here]
-                if push.applied[here].all() or not (push.orphaned or push.dropped[here].any()):
+                unanswered = push.orphaned or self._alone(push)
+                if push.applied[here].all() or not (unanswered or push.dropped[here].any()):
                     left = left - moved
                 elif not push.dropped[here].all():
                     unsure.append(moved)
@@ -145,7 +163,7 @@ class Ledger:
     def coverage(self, samples: int, epochs: int, all_of_them: bool) -> None:
         sure, perhaps = torch.zeros(2, epochs, samples, dtype=torch.int64)
         for push in self._pushes.values():
-            if push.lease and not push.dropped[0]:
+            if push.lease and push.carried()[0] and not push.dropped[0]:
                 epoch, first, last = self._samples[push.lease]
                 (sure if push.applied[0] else perhaps)[epoch, first:last] += 1
         for wrong, how in ((sure > 1, "twice"), ((sure + perhaps == 0) & all_of_them, "never")):

@@ -1,4 +1,4 @@
-"""Plain training on the joined batches, which members of an all-reduce and their checkpoints must agree with."""
+"""Plain training on the joined batches, which members that step together, and their checkpoints, must agree with."""
 
 from __future__ import annotations
 
@@ -13,35 +13,38 @@ from torrential.data.deal import Deal
 from torrential.params.layout import plan
 from torrential.randomness import MODEL, seed_all
 from torrential.step import run_step
-from torrential.trainer.snapshot import Snapshot, load_flat
+from torrential.strategies.fedavg import FedAvg
+from torrential.trainer.snapshot import Snapshot, load_flat, load_tensors
 from torrential.worlds.base import Job
 
 TOLERANCE = 1e-9  # of float64; sums are taken in another order
 
 
 class PlainTraining:
-    """The checkpoints of one run of an all-reduce, and what they are compared with at its end."""
+    """The checkpoints of one run whose members take steps together, and what they are compared with at its end."""
 
     def __init__(self, job: Job, complain: Callable[[str], None]) -> None:
         self._job, self._complain = job, complain
-        self._saved: list[tuple[Snapshot, Mapping[str, Tensor]]] = []
+        self._saved: list[tuple[Snapshot, Mapping[str, Tensor], Mapping[str, Tensor]]] = []
 
-    def saved(self, snapshot: Snapshot, flat: Mapping[str, Tensor]) -> None:
-        """Keep what a checkpoint holds."""
-        self._saved.append((snapshot, flat))
+    def saved(self, snapshot: Snapshot, flat: Mapping[str, Tensor], assembled: Mapping[str, Tensor]) -> None:
+        """Keep what a checkpoint holds: flat vectors, or parameters by name, put together from what workers have."""
+        self._saved.append((snapshot, flat, assembled))
 
-    def check_ends(self, workers: Mapping[str, tuple[int, int]], finished: bool) -> None:
-        """Check that the last checkpoint is of the run's end, and that all workers that are there came to it.
+    def wrong_end(self, workers: Mapping[str, tuple[int, int]], finished: bool) -> str:
+        """Whether the last checkpoint is not of the run's end, or a worker that is there did not come to it, in words.
         `workers`: steps and samples by name; `finished`: whether all epochs were to be done."""
-        ends = dict(workers)
-        if self._saved and self._saved[-1][0].final:
-            last = self._saved[-1][0]
-            ends["the last checkpoint"] = last.step, last.samples
-        else:
-            self._complain("no checkpoint was made of the end")
+        last = self._saved[-1][0] if self._saved else None
+        if last is None or not last.final:
+            return "no checkpoint was made of the end"
+        ends = dict(workers) | {"the last checkpoint": (last.step, last.samples)}
         wanted = self._job.config.epochs * self._job.config.samples
-        if len(set(ends.values())) > 1 or (finished and any(samples != wanted for _, samples in ends.values())):
-            self._complain(f"not all of it was done: {ends} (steps and samples, of {wanted} samples)")
+        done = {samples for _, samples in ends.values()}
+        exact = self._job.strategy.name != FedAvg.name  # of which a round may end beyond an epoch
+        short = finished and (done != {wanted} if exact else min(done) < wanted)
+        if len(set(ends.values())) > 1 or short:
+            return f"not all of it was done: {ends} (steps and samples, of {wanted} samples)"
+        return ""
 
     def check_parameters(self, taken: Mapping[int, int], workers: Mapping[int, nn.Module]) -> None:
         """Check checkpoints, and the workers that are there at the end, against plain training. `taken`: the samples of
@@ -51,8 +54,10 @@ class PlainTraining:
         samples = [0, *accumulate(sizes)]
         saved = self._job.task.model()
         for step, model in enumerate(self._train(sizes)):
-            for snapshot, flat in [(s, flat) for s, flat in self._saved if s.step == step]:
-                load_flat(saved, plan(saved, 1), flat)
+            for snapshot, flat, assembled in [each for each in self._saved if each[0].step == step]:
+                if flat:
+                    load_flat(saved, plan(saved, 1), flat)
+                load_tensors(saved, assembled)
                 self._compare(f"the checkpoint at {step}", saved, model, step)
                 if snapshot.samples != samples[step]:
                     self._complain(f"the checkpoint at {step} is of {snapshot.samples} samples, not {samples[step]}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,19 @@ from torch.utils.data import TensorDataset
 from torrential.config import RunConfig, SimSettings
 from torrential.errors import RunFailed, WorkerFailed
 from torrential.optimizers import OptimizerSpec
+from torrential.randomness import MODEL, seed_all
 from torrential.records import Evaluation, Record
 from torrential.run import Silent
+from torrential.strategies.base import Strategy
+from torrential.strategies.easgd import Easgd
 from torrential.strategies.registry import resolve_strategy
 from torrential.task import Task
 from torrential.testing.audit import Audit, Violation
 from torrential.testing.events import last
-from torrential.testing.schedule import FaultSchedule, draw
+from torrential.testing.falling import Balanced
+from torrential.testing.models import CLASSES, INPUTS, Falling, blocks, perceptron
+from torrential.testing.pipelined import PipelineAudit, SavedModels
+from torrential.testing.schedule import FaultSchedule, draw, without_faults
 from torrential.trainer.observer import Observer
 from torrential.trainer.pending import Parts
 from torrential.trainer.snapshot import Snapshot
@@ -32,7 +38,6 @@ from torrential.worlds.base import Job
 from torrential.worlds.sim.cluster import make_cluster
 from torrential.worlds.sim.world import SimWorld
 
-INPUTS, HIDDEN, CLASSES = 5, 8, 3
 RATE = 0.05
 MOST_SAMPLES = 100
 BATCH = 20  # schedules that a process is given at a time
@@ -52,7 +57,12 @@ class ScheduleFailed(Exception):
 def check(seed: int) -> str:
     """Run the schedule of a seed; raises ScheduleFailed. Returns what was lost so that it could not end well, or ""."""
     schedule = draw(seed)
-    audit = Audit(_job(schedule), linear=not schedule.momentum and schedule.options.get("server") != "adagrad")
+    job = _job(schedule)
+    linear = not schedule.momentum and schedule.options.get("server") != "adagrad"
+    pipelined = None
+    if schedule.strategy == "pipeline":
+        pipelined = PipelineAudit(job, schedule.normed, lambda: _saved_models(without_faults(schedule)))
+    audit = Audit(job, linear, pipelined)
     try:
         simulate(schedule, audit)
         return ""
@@ -93,6 +103,14 @@ def _traceback(error: BaseException | None) -> str:
     return "" if error is None else "\n" + "".join(traceback.format_exception(error)).rstrip()
 
 
+def _saved_models(schedule: FaultSchedule) -> SavedModels:
+    """The models of the checkpoints of a schedule, by step, and the one that it begins with."""
+    observer, job = Forgetful(None), _job(schedule)
+    SimWorld(make_cluster(schedule.cluster), observer.of).run(job, lambda record: None, Silent())
+    seed_all(torch.device("cpu"), schedule.seed, MODEL)
+    return {0: dict(job.task.model().state_dict())} | observer.models
+
+
 def simulate(schedule: FaultSchedule, audit: Audit | None = None) -> tuple[list[Record], list[bytes]]:
     """Run a schedule; returns its records, and the parameters of its checkpoints."""
     records: list[Record] = []
@@ -103,8 +121,9 @@ def simulate(schedule: FaultSchedule, audit: Audit | None = None) -> tuple[list[
 
 
 def _job(schedule: FaultSchedule) -> Job:
-    task = _task(schedule.samples, schedule.momentum)
-    strategy = resolve_strategy(schedule.strategy).make(schedule.options)
+    task = _task(schedule)
+    kind = resolve_strategy(Balanced if schedule.strategy == Easgd.name else schedule.strategy)
+    strategy = kind.make(schedule.options).fitted(task, task.model(), schedule.workers)
     config = RunConfig(
         task=task.name,
         source=None,
@@ -128,18 +147,33 @@ def _job(schedule: FaultSchedule) -> Job:
     return Job(config, task, strategy, Path("nowhere"))
 
 
+def _task(schedule: FaultSchedule) -> Task:
+    inputs, targets = _data()
+    data = TensorDataset(inputs[: schedule.samples], targets[: schedule.samples])
+    spec = OptimizerSpec(torch.optim.SGD, RATE, {"momentum": 0.9} if schedule.momentum else {})
+    model: Callable[[], nn.Module] = functools.partial(blocks, schedule.normed)
+    if schedule.strategy != "pipeline":
+        model = Falling if schedule.falling else perceptron
+    return Task(
+        model=model,
+        loss=_mean if schedule.falling else F.cross_entropy,
+        train=data,
+        validation=data,
+        test=data,
+        optimizer=spec,
+        batch_size=schedule.batch_size,
+    )
+
+
+def _mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.mean()
+
+
 @functools.cache
-def _task(samples: int, momentum: bool) -> Task:
+def _data() -> tuple[Tensor, Tensor]:
     chance = torch.Generator().manual_seed(1)
     inputs = torch.randn(MOST_SAMPLES, INPUTS, generator=chance, dtype=torch.float64)
-    targets = torch.randint(CLASSES, (MOST_SAMPLES,), generator=chance)
-    data = TensorDataset(inputs[:samples], targets[:samples])
-    spec = OptimizerSpec(torch.optim.SGD, RATE, {"momentum": 0.9} if momentum else {})
-    return Task(model=_model, loss=F.cross_entropy, train=data, validation=data, test=data, optimizer=spec)
-
-
-def _model() -> nn.Module:
-    return nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES)).double()
+    return inputs, torch.randint(CLASSES, (MOST_SAMPLES,), generator=chance)
 
 
 class Forgetful(Observer):
@@ -148,13 +182,12 @@ class Forgetful(Observer):
     def __init__(self, audit: Audit | None) -> None:
         self._audit, self.evaluates = audit, True
         self.saved: list[bytes] = []
+        self.models: SavedModels = {}  # where they are put together from what workers have
 
-    def of(self, task: Task, config: RunConfig, *others: Any) -> Observer:
-        self.task, self.config = task, config
+    def of(self, task: Task, config: RunConfig, strategy: Strategy, *others: Any) -> Observer:
+        self.task, self.config, self.model, self._strategy = task, config, task.model(), strategy
+        self._assembles = type(strategy).assembled is not Strategy.assembled
         return self
-
-    def complete(self, snapshot: Snapshot, parts: Parts) -> bool:
-        return True
 
     def load(self, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor], parts: Parts) -> None: ...
 
@@ -174,5 +207,7 @@ class Forgetful(Observer):
         value: float | None = None,
     ) -> None:
         self.saved += [flat[name].numpy().tobytes() for name in sorted(flat)]
+        self.models[snapshot.step] = model = dict(self._strategy.assembled(workers))
+        self.saved += [model[name].numpy().tobytes() for name in sorted(model)]
         if self._audit is not None:
-            self._audit.snapshot(snapshot, flat)
+            self._audit.snapshot(snapshot, flat, self.models[snapshot.step])

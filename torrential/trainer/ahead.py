@@ -42,6 +42,15 @@ class LookAhead:
             ahead.advance(share.total)
         self._loaders.expect(places)
 
+    def told(self, epoch: int, first: int, last: int) -> None:
+        """Another worker has taken a lease for this one, too."""
+        self._loaders.expect([*self._minibatches(Answer(indices=(first, last), epoch=epoch))])
+
+    def forget(self) -> None:
+        """The leases that were taken ahead are not this worker's any more."""
+        self._leases.clear()
+        self._pending, self._dry = None, False
+
     def take(self, client: Client, count: int, clock: int, after: int, workers: Sequence[int], rank: int) -> Answer:
         """The next lease of samples from the servers."""
         assert self._servers is not None

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torrential.compute.precision import autocast
 from torrential.data.batches import training_batches
 from torrential.data.loaders import Loaders
 from torrential.data.nest import to_device
@@ -24,6 +25,7 @@ from torrential.data.resize import Resize
 from torrential.randomness import CPU, DATA, TRAINING, seed_all
 from torrential.step import pair, run_step
 from torrential.task import Task
+from torrential.trainer.loss_scale import LossScale
 from torrential.trainer.snapshot import buffers_of
 from torrential.trainer.watch import BackwardWatch
 
@@ -39,9 +41,17 @@ class Portion(NamedTuple):
 
 class Gradients:
     def __init__(
-        self, task: Task, model: nn.Module, device: torch.device, seed: int, loaders: Loaders | None = None
+        self,
+        task: Task,
+        model: nn.Module,
+        device: torch.device,
+        seed: int,
+        loaders: Loaders | None = None,
+        precision: str = "float32",
+        loss_scale: LossScale | None = None,
     ) -> None:
-        """`loaders`: processes that read batches in the place of this one."""
+        """`loaders`: processes that read batches in the place of this one; `loss_scale`: of fp16."""
+        self._precision, self._loss_scale = precision, loss_scale
         self.task, self.model, self._device, self._seed, self._loaders = task, model, device, seed, loaders
         self._kept: dict[tuple[int, int, int], Any] | None = None  # batches by place, where they are kept
         self._batches = training_batches(task, CPU if device.type == "meta" else device, seed)
@@ -78,12 +88,14 @@ class Gradients:
                 inputs, targets = pair(batch)
                 batch = Resize.apply(inputs, portion.scale), targets
             seed_all(self._device, self._seed, TRAINING, *portion.position)
-            result = run_step(self.task, self.model, batch)
+            with autocast(self._precision, self._device):
+                result = run_step(self.task, self.model, batch)
             if done == 1 < len(portions):
                 buffers = [b.clone() for b in buffers_of(self.model).values()]
             if done == len(portions) and last is not None:
                 last()
-            (result.loss if portion.weight == 1.0 else result.loss * portion.weight).backward()
+            weight = portion.weight if self._loss_scale is None else portion.weight * self._loss_scale.value
+            (result.loss if weight == 1.0 else result.loss * weight).backward()
             numbers.append(result.numbers())
         if buffers:  # statistics are those of the first, as with a worker for each
             torch._foreach_copy_(list(buffers_of(self.model).values()), buffers)

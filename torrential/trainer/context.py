@@ -12,21 +12,24 @@ from torrential.comm.protocol import COORDINATORS, Comm
 from torrential.config import RunConfig
 from torrential.data.deal import order_of
 from torrential.data.loaders import Loaders
+from torrential.errors import Regrouped
 from torrential.optim.schedule import Schedule, schedule_of
 from torrential.params.base import CommonParameters
-from torrential.server.client import Client
+from torrential.server.client import Client, Fellows
 from torrential.server.optimizer import state_names
 from torrential.strategies.base import Strategy, servers_of
-from torrential.strategies.context import Decision, Vote
+from torrential.strategies.context import Context, Decision, Vote
 from torrential.task import Task
 from torrential.trainer.ahead import LookAhead
 from torrential.trainer.data import TrainingData
+from torrential.trainer.handed import WholeModel
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.replica import ModelReplica
 from torrential.trainer.rounds import BetweenSteps, Rounds
 from torrential.trainer.saving import Saving
 from torrential.trainer.snapshot import Outlet
 from torrential.trainer.snapshots import Snapshots
+from torrential.trainer.staged import StagedReplica
 from torrential.trainer.state import NamedStates
 
 
@@ -50,18 +53,21 @@ class RoleContext:
         life: int = 0,
         timed: Callable[[CommonParameters], CommonParameters] = _untimed,
         loaders: Loaders | None = None,
+        handed: Callable[[], WholeModel] | None = None,
     ) -> None:
         """`checkpoint`: what the run goes on from; `life`: how many with this address have been there before;
-        `loaders`: processes that read this role's batches."""
+        `loaders`: processes that read this role's batches; `handed`: gives the model where it was built already."""
         self.task, self.config, self.strategy, self.comm, self.outlet = task, config, strategy, comm, outlet
         self._device, self._dry = device, device.type == "meta"
         self._reduce_device = torch.device("cpu") if reduce_device is None else reduce_device
-        self._timed, self._loaders = timed, loaders
+        self._timed, self._loaders, self._handed = timed, loaders, handed
         alone = comm.address >= COORDINATORS
         schedule = schedule_of(config, strategy.samples_per_update(config.workers, config.batch_size), task.schedule)
         self.servers = servers_of(strategy, config.workers, max(1, config.servers))
         self._first = checkpoint if self.servers is not None or alone or not life else None
-        self.state = NamedStates(None if self._first is None else self._first.workers, str(comm.address))
+        self._fellows = range(0) if alone else strategy.fellows(comm.rank, config.workers)
+        saved = None if self._first is None else self._first.workers
+        self.state = NamedStates(saved, str(comm.address), self._fellows, self._begun)
         self.data = self._make_data(schedule)
         self.progress = self._make_progress(schedule, late=life > 0)
         self.snapshots = Snapshots(comm, outlet, self.data, lambda: self.replica, self.state, self.progress, self._dry)
@@ -88,7 +94,8 @@ class RoleContext:
 
     @cached_property
     def replica(self) -> ModelReplica:
-        return self.replica_kind(
+        staged = self.servers is not None and self.servers.stages > 1 and self.comm.address < COORDINATORS
+        replica = (StagedReplica if staged else self.replica_kind)(
             self.task,
             self.config,
             self.strategy,
@@ -101,7 +108,12 @@ class RoleContext:
             self._timed,
             self._first,
             self._loaders,
+            self._handed,
         )
+        if isinstance(replica, StagedReplica):
+            self.data.replica, self.data.takers = replica, replica.shares.leaders
+            self.progress.lead(replica.partition.leads, replica.shares.leaders)
+        return replica
 
     @property
     def step(self) -> int:
@@ -112,6 +124,10 @@ class RoleContext:
     def applied(self) -> int:
         """Steps taken so far in rounds; -1 before this member has agreed on anything with the others."""
         return -1 if self._rounds is None else self._rounds.applied
+
+    def _begun(self) -> bool:
+        """Whether this role has begun with its first step."""
+        return self._rounds is not None or self.progress.begun
 
     def _go_on_alone(self) -> None:
         """A coordinator gives its snapshots alone, and knows by itself where it is in the data."""
@@ -125,24 +141,44 @@ class RoleContext:
     def params(self) -> Client:
         assert self.servers is not None, f"{self.strategy.name} declares no servers"
         replica = self.replica
-        ((dtype, numel),) = replica.layout.sizes.items()
-        client = Client(
-            self.comm,
-            numel,
-            dtype,
-            timeout=self.config.settings.timeout,
-            resend=self.comm.resend,
-            overdue=self.comm.suspect,
-        )
+        client = self._client(replica.partition if isinstance(replica, StagedReplica) else None)
         if not self._dry:
             spec = replica.server_spec()
-            states = [*state_names(replica.layout, spec), *self.servers.vectors]
+            states = [*state_names(replica.whole_layout, spec), *self.servers.vectors]
             saving = Saving(self.comm, client, self.outlet, replica, states, lambda: self.state.tensors("everybody"))
             if self.comm.address >= COORDINATORS:
                 self.snapshots.saving = saving
             elif not self._coordinated:
                 self.progress.saving = saving
         return client
+
+    def _client(self, fellows: Fellows | None) -> Client:
+        ((dtype, numel),) = self.replica.whole_layout.sizes.items()
+        return Client(
+            self.comm,
+            numel,
+            dtype,
+            timeout=self.config.settings.timeout,
+            resend=self.comm.resend,
+            overdue=self.comm.suspect,
+            fellows=fellows,
+            compressor=self.replica.compressed_pushes(),
+        )
+
+    def as_replica(self, program: Callable[[Context], None]) -> None:
+        replica = self.replica
+        assert isinstance(replica, StagedReplica), f"{self.strategy.name} declares no stages"
+        while replica.partition.meet(lambda: self._client(None)):
+            vars(self).pop("params", None)  # servers have forgotten what came before
+            replica.begin()
+            try:
+                return program(self)
+            except Regrouped:
+                self.progress.begin_again()
+                if self.data.ahead is not None:
+                    self.data.ahead.forget()
+        self.progress.end_served()
+        self.comm.leave()
 
     # -- with the other members ---------------------------------------------------------------------------------
     def rounds(self, propose: Callable[[], Vote], conclude: Callable[[Decision], None]) -> None:
@@ -156,6 +192,7 @@ class RoleContext:
             self._first,
             self._dry,
             self._redone,
+            self._fellows,
             self.between,
         )
         self._rounds.run(propose, conclude)
@@ -170,5 +207,7 @@ class RoleContext:
             saving.give_up()  # the last one follows
         if "params" in vars(self):
             self.params.wait()
+        if self.data.replica is not None:
+            self.data.replica.partition.close()
         self.progress.end_served()
         self.comm.leave(None if saving is None else saving.last)

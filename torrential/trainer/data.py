@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -12,6 +13,9 @@ from torrential.data.deal import Batch, Deal, Order, Share
 from torrential.optim.schedule import Schedule
 from torrential.server.client import Client
 from torrential.trainer.ahead import LookAhead
+
+if TYPE_CHECKING:
+    from torrential.trainer.staged import StagedReplica
 
 
 class TrainingData:
@@ -24,8 +28,10 @@ class TrainingData:
         self.deal = Deal(config.samples, config.seed, order=order)
         self.joined = 0
         self.used_up = False  # servers have nothing left to deal
+        self.takers: Callable[[Sequence[int]], Sequence[int]] = lambda workers: workers  # those that take leases
         self.enough: Callable[[], bool] = lambda: False  # whether all steps are done that were asked for
         self.ahead: LookAhead | None = None  # what tells loaders of the next batches, where there are loaders
+        self.replica: StagedReplica | None = None  # of several workers, of which one takes the leases
 
     def order(self, epoch: int) -> Tensor:
         return self._order.whole(epoch)
@@ -52,6 +58,23 @@ class TrainingData:
 
     # -- leases -------------------------------------------------------------------------------------------------
     def take(self, clock: int, minibatches: int = 1, after: int = 0) -> Batch | None:
+        if self.replica is None:
+            return self._lease(clock, minibatches, after)
+        partition = self.replica.partition
+        batch = self._lease(clock, minibatches, after) if partition.leads else None
+        dealt = partition.deal(batch, self.used_up)
+        self._client().mark(dealt.marked, dealt.cut)
+        if dealt.buffers:
+            self.replica.exchange_buffers()
+        if dealt.over or batch is not None:
+            self.used_up = bool(dealt.used_up)
+            return batch
+        if self.ahead is not None:
+            self.ahead.told(dealt.epoch, dealt.first, dealt.stop)
+        indices = self._order.between(dealt.epoch, dealt.first, dealt.stop)
+        return Batch(dealt.epoch, dealt.first, indices, dealt.total, lease=dealt.lease)
+
+    def _lease(self, clock: int, minibatches: int, after: int) -> Batch | None:
         if self._comm.stop_requested() or self.enough():
             if self.ahead is not None:
                 self.ahead.give_up(self._client())
@@ -60,7 +83,8 @@ class TrainingData:
         if self.ahead is None:
             answer = client.take(count, clock=clock, after=after).wait()
         else:
-            answer = self.ahead.take(client, count, clock, after, self._comm.view.workers, self._comm.rank)
+            workers = self.takers(self._comm.view.workers)
+            answer = self.ahead.take(client, count, clock, after, workers, self._comm.rank)
         if answer.finished:
             self.used_up = True
             return None

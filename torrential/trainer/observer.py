@@ -50,14 +50,18 @@ class Observer:
         if not self._assembles or parts.keys() >= set(snapshot.members):
             return True
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        return trained <= self._strategy.assembled(parts).keys()
+        return trained <= self._assembled(parts).keys()
+
+    def _assembled(self, parts: Parts) -> Mapping[str, Tensor]:
+        """In the order of ranks, whichever came first: sums depend on it."""
+        return self._strategy.assembled(dict(sorted(parts.items())))
 
     def load(self, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor], parts: Parts) -> None:
         """Make the model of a snapshot: the first member's, and what the strategy puts together from `parts`, the own
         states of workers by rank."""
         if flat:
             load_flat(self.model, self.layout, flat)
-        load_tensors(self.model, _named(rest, "rest/") | dict(self._strategy.assembled(parts)))
+        load_tensors(self.model, _named(rest, "rest/") | dict(self._assembled(parts)))
 
     def load_saved(self) -> Snapshot | None:
         """The newest snapshot that was saved; when its parameters existed is on record with its evaluation."""

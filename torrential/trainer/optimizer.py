@@ -20,10 +20,11 @@ def check_optimizer(
 ) -> list[str]:
     """Raise BadInput if the run would not do with the optimizer what a plain loop does; returns what to warn of."""
     layout, name = plan(model, strategy.bucket_bytes), spec.kind.__name__
-    has_servers = servers_of(strategy, config.workers, config.servers) is not None
+    servers = servers_of(strategy, config.workers, config.servers)
+    has_servers = servers is not None
     on_gpu = config.device == "cuda" and not has_servers
-    if has_servers:
-        _check_served(config.servers, spec, layout)
+    if servers is not None:
+        _check_served(config.servers, servers.stages, spec, layout)
     if is_elementwise(spec):
         if not on_gpu:
             spec.build(gradients(model, layout), names=[entry.name for entry in layout.entries])
@@ -50,12 +51,18 @@ def check_optimizer(
     ]
 
 
-def _check_served(servers: int, spec: OptimizerSpec, layout: Layout) -> None:
+def _check_served(servers: int, stages: int, spec: OptimizerSpec, layout: Layout) -> None:
     cuts = bounds(layout, spec)
-    if cuts is None or servers <= len(set(cuts)):
+    if cuts is None or max(servers, stages) <= len(set(cuts)):
         return
     name, tensors = spec.kind.__name__, len(layout.entries)
     form = form_of(spec, layout)
+    if stages > len(set(cuts)):
+        may = "looks" if not form.separable else "may look"
+        raise BadInput(
+            f"{name} {may} at all parameters together, so they cannot be stepped stage by stage (stages: {stages}); "
+            "leave out stages, or use another optimizer"
+        )
     if tensors > 1 and not form.separable:
         raise BadInput(
             f"{name} looks at all parameters together, so servers cannot share them out (servers: {servers}); "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from torrential.checkpoint import Checkpoint
@@ -42,6 +42,7 @@ class TrainingProgress:
         if checkpoint is not None:
             self.step, self.samples, self.epoch = checkpoint.step, checkpoint.samples, checkpoint.epoch
         data.enough = lambda: config.steps is not None and self.step >= config.steps
+        self.begun = False  # whether this role has counted a step or a batch
         self.stopped = self._over = False
         self._ended_epoch = False
         self.loss, self.time = math.nan, 0.0
@@ -49,7 +50,9 @@ class TrainingProgress:
         self._last_rate = config.lr
         self._staleness: Counter[int] = Counter()
         self._dropped = 0
+        self._counts = True  # whether gradients are counted here, or by another worker of the same replica
         self.saving: Saving | None = None  # saves what servers keep, where there are any
+        self.takers: Callable[[Sequence[int]], Sequence[int]] = lambda workers: workers  # those that take batches
         self.give_snapshot: Callable[[], None] = lambda: None  # set where this role gives snapshots outside of rounds
         self._was_first = not late and comm.rank == 0
         self._saved = -1 if late else self._saves_due(self.epoch)  # checkpoints asked for so far; -1: not known
@@ -58,14 +61,21 @@ class TrainingProgress:
         worker = self._comm.rank if self._comm.rank < SERVERS else None
         self._outlet.record(Event(event=event, time=self._comm.now(), step=self.step, worker=worker, detail=detail))
 
+    def delayed(self, updates: int) -> None:
+        self._staleness[updates] += 1
+
     # -- rates --------------------------------------------------------------------------------------------------
-    def rate(self, joined: int, batch: Batch | None = None) -> float:
-        seen = self.samples if batch is None else self._place(batch)
+    def rate(self, joined: int, batch: Batch | None = None, *, ahead: int = 0) -> float:
+        seen = ahead + (self.samples if batch is None else self._place(batch))
         self._last_rate = self._schedule.rate(seen, joined)
         return self._last_rate
 
     def loss_scale(self, joined: int) -> float:
         return self._schedule.loss_scale(joined)
+
+    def total_epochs(self) -> float:
+        """The epochs that the run is of."""
+        return self._schedule.total / self._config.samples
 
     def share_done(self) -> float:
         """The share of the run's samples that has been seen."""
@@ -88,9 +98,10 @@ class TrainingProgress:
         over = self._data.deal.epoch >= self._config.epochs or self._data.used_up
         return self.stopped or self._over or over or (limit is not None and self.step >= limit)
 
-    def stepped(self, samples: int, loss: float) -> None:
-        """A joined batch is done with."""
-        self.step += 1
+    def stepped(self, samples: int, loss: float, updates: int = 1) -> None:
+        """A joined batch is done with, or several with an update each."""
+        self.begun = True
+        self.step += updates
         self.samples += samples
         before = self._data.deal.epoch
         self._data.deal.advance(samples)
@@ -121,6 +132,7 @@ class TrainingProgress:
             self.note("ended", why)
 
     def took_part(self, step: int, samples: int, loss: float) -> None:
+        self.begun = True
         self.step, self.samples, self.loss = step, samples, loss
         self.epoch = samples // self._config.samples
         if self.recorder.due(self._comm.now()):
@@ -153,10 +165,13 @@ class TrainingProgress:
 
     def _record(self) -> None:
         place = {"step": self.step, "epoch": self.epoch, "samples": self.samples}
-        self.recorder.write(self._comm.now(), **place, loss=self.loss, figures=self.figures)
+        self.recorder.write(
+            self._comm.now(), **place, loss=self.loss, figures=self.figures, staleness=dict(self._staleness)
+        )
 
     # -- batches that servers deal ------------------------------------------------------------------------------
     def advance(self, batch: Batch, loss: float, answer: Answer | None = None) -> None:
+        self.begun = True
         if answer is not None:
             self.count(batch, answer)
         if self.saving is not None:
@@ -171,8 +186,20 @@ class TrainingProgress:
         if self.saving is not None:
             self._save_when_due(self.saving, self._saves_due(batch.epoch + ends))
 
+    def lead(self, leads: bool, takers: Callable[[Sequence[int]], Sequence[int]]) -> None:
+        """The batches are a replica's of several workers, of which one counts them. `takers`: those of some workers
+        that do."""
+        self._counts, self.takers = leads, takers
+        self._was_first = not self._late and self._comm.rank == takers(range(self._config.workers))[0]
+
+    def begin_again(self) -> None:
+        """A checkpoint that was being made is lost; make another, if this worker is the first."""
+        self._was_first = False
+
     def count(self, batch: Batch, answer: Answer) -> None:
         self.step = max(self.step, answer.version)
+        if not self._counts:
+            return
         self._dropped += answer.dropped
         if len(batch) and not answer.dropped:
             self._staleness[answer.staleness] += 1
@@ -202,7 +229,7 @@ class TrainingProgress:
         return min(epochs, self._config.epochs - 1) if every is None else self.step // every
 
     def _save_when_due(self, saving: Saving, due: int) -> None:
-        first = self._comm.rank == self._comm.view.workers[0]
+        first = self._comm.rank in self.takers(self._comm.view.workers)[:1]
         succeeded = first and not self._was_first and self._saved > 0  # the first one may have died before it had saved
         wanted = succeeded or (first and due > self._saved >= 0)
         if wanted and saving.busy:

@@ -12,24 +12,33 @@ from torch import Tensor, nn
 
 from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import Comm, Handle
+from torrential.compression.dgc import clipping
+from torrential.compute.recompute import recompute
 from torrential.config import RunConfig
 from torrential.data.deal import Batch
 from torrential.data.loaders import Loaders
 from torrential.data.resize import Resize
-from torrential.errors import RunFailed
-from torrential.optim.recipe import adapt_model, adapt_optimizer
+from torrential.errors import BadInput, RunFailed
+from torrential.optim.corrected import corrected, momentum_of
+from torrential.optim.recipe import adapt_optimizer
 from torrential.optimizers import OptimizerSpec
 from torrential.params.base import CommonParameters, Parameters, choose, flat_gradient
 from torrential.params.layout import Bucket, plan
 from torrential.params.local import LocalParameters
 from torrential.params.replicated import ReplicatedParameters
 from torrential.params.shared import SharedParameters
+from torrential.params.sums import GradientSums
 from torrential.params.synchronized import Synchronized
-from torrential.randomness import MODEL, TRAINING, seed_all
+from torrential.params.unlocked import UnlockedParameters
+from torrential.randomness import TRAINING, seed_all
+from torrential.splits.slices import name_of
 from torrential.step import Means
-from torrential.strategies.base import Strategy
-from torrential.task import Task, build_model
+from torrential.strategies.base import Strategy, servers_of
+from torrential.task import Task
 from torrential.trainer.backward import FORWARD, Gradients, GradientWork, Portion
+from torrential.trainer.compressing import CompressedPushes, Moment, compressed_sums
+from torrential.trainer.handed import WholeModel, build_whole, take_memory
+from torrential.trainer.loss_scale import LossScale
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.slow import Brake
 from torrential.trainer.snapshot import buffers_of, from_checkpoint
@@ -58,22 +67,35 @@ class ModelReplica:
         timed: Callable[[CommonParameters], CommonParameters],
         checkpoint: Checkpoint | None,
         loaders: Loaders | None,
+        handed: Callable[[], WholeModel] | None,
     ) -> None:
         """`reduce_device`: the device on which gradients are summed; `timed`: makes updates of parameters take time, in
-        a world where that is simulated."""
+        a world where that is simulated; `handed`: gives the model, mapped from a file, where it was built already."""
         self._task, self._config, self._comm, self._state, self._progress = task, config, comm, state, progress
         self._device, self._reduce_device, self._timed, self._checkpoint = device, reduce_device, timed, checkpoint
         self._dry = device.type == "meta"  # nothing is computed there
-        seed_all(device, config.seed, MODEL)
-        whole = adapt_model(config.recipe, build_model(task))
-        part = strategy.part(whole, comm.rank, config.workers) if is_worker else whole
+        whole, cuttable = build_whole(task, config, strategy, device) if handed is None else handed()
+        part = strategy.part(cuttable, comm.rank, config.workers) if is_worker else whole
+        if handed is not None:
+            take_memory(part)
         full = {id(t): name for name, t in itertools.chain(whole.named_parameters(), whole.named_buffers())}
-        self._names = {n: full[id(t)] for n, t in itertools.chain(part.named_parameters(), part.named_buffers())}
+        named = itertools.chain(part.named_parameters(), part.named_buffers())
+        self._names = {n: name_of(t, full[id(t)]) for n, t in named}
         self.model = self._placed(part)
-        self.layout = plan(self.model, strategy.bucket_bytes, self._names)
+        self.layout = self.whole_layout = plan(self.model, strategy.bucket_bytes, self._names)
+        self._work = self._recompute()
         self._parameters = [p for p in reversed(list(self.model.parameters())) if p.requires_grad]
-        self._spec = strategy.optimizer(adapt_optimizer(config.recipe, task.optimizer_spec.with_lr(config.lr), whole))
+        self.received: dict[str, Tensor] = {}  # module buffers of other workers' parts, for a checkpoint
+        assembles = type(strategy).assembled is not Strategy.assembled
+        self._says_what_is_evaluated = assembles or servers_of(strategy, config.workers) is not None
+        self._keep_of(whole, cuttable, strategy)
+        spec = strategy.optimizer(adapt_optimizer(config.recipe, task.optimizer_spec.with_lr(config.lr), whole))
+        servers = servers_of(strategy, config.workers, max(1, config.servers))
+        adds = config.compression.clips_locally and servers is not None and servers.consistency.staleness is not None
+        self._added_up = config.workers if adds else 1  # gradients that add up to one, where each is clipped for that
+        self._uncorrected, self._spec = spec, corrected(config.compression, spec, whole)
         self._loaders = loaders
+        self.loss_scale = self._make_loss_scale()
         self._gradients = self._make_gradients()
         self._resize = None if config.recipe.resize is None else Resize.parse(config.recipe.resize)
         self._brake = Brake(config, comm)
@@ -85,12 +107,33 @@ class ModelReplica:
             self._load_untrained(checkpoint.model)
         self._register_buffers()
 
+    def _keep_of(self, whole: nn.Module, cuttable: nn.Module, strategy: Strategy) -> None:
+        """Note what is of use of the whole model, before only this role's part is left. `cuttable`: the form of it that
+        the strategy cuts."""
+
+    def want_buffers(self) -> None:
+        """A checkpoint is being made: have other workers' parts in `received` by the time of the next batch."""
+
     def _placed(self, model: nn.Module) -> nn.Module:
         return model.to(self._device).train()
 
+    def _recompute(self) -> float:
+        """Have backward compute again what the run says; the work of a step, where 1 is that without it."""
+        return 1.0 + FORWARD * (recompute(self.model, self._config) - 1.0)
+
     def _make_gradients(self) -> Gradients | None:
         """Forward and backward of a task; a script does that by itself."""
-        return Gradients(self._task, self.model, self._device, self._config.seed, self._loaders)
+        precision = self._config.settings.precision
+        return Gradients(
+            self._task, self.model, self._device, self._config.seed, self._loaders, precision, self.loss_scale
+        )
+
+    def _make_loss_scale(self) -> LossScale | None:
+        if self._config.settings.precision != "fp16" or self._dry:
+            return None
+        made = LossScale(self._parameters)
+        self._state.everybody("loss scale", made.save, made.load)
+        return made
 
     @property
     def _of_task(self) -> Gradients:
@@ -111,6 +154,11 @@ class ModelReplica:
             if name in tensors:
                 mine.copy_(tensors[name])
 
+    @property
+    def names(self) -> list[str]:
+        """The parameters and buffers of this role's part, by the names that the whole model has for them."""
+        return list(self._names.values())
+
     def server_spec(self) -> OptimizerSpec:
         """The optimizer that the servers run."""
         return self._spec
@@ -129,7 +177,15 @@ class ModelReplica:
     # -- where parameters live ----------------------------------------------------------------------------------
     def synchronized(self) -> Synchronized:
         common: CommonParameters
-        if choose(self._comm, self._spec, self._device):
+        clip_norm = self._task.clip_norm
+        if self._config.compression.changes_gradients:
+            sums = self._compressed_sums()
+            common = ReplicatedParameters(
+                self._comm, self.model, self.layout, self._spec, self._device, self._reduce_device, sums
+            )
+            if self._config.compression.clips_locally:
+                clip_norm = None
+        elif choose(self._comm, self._spec, self._device):
             common = SharedParameters(self._comm, self.model, self.layout, self._spec)
         else:
             common = ReplicatedParameters(
@@ -139,18 +195,72 @@ class ModelReplica:
         self._watch = watch = BackwardWatch(self._parameters, self.layout, self.hears_backward)
         sizes = [sum(e.shape.numel() for e in bucket.entries) for bucket in self.layout.buckets]
         self._done_by = [done / sum(sizes) for done in itertools.accumulate(sizes)]  # share of backward, by bucket
-        return Synchronized(common, lambda: watch.seen, self._task.clip_norm)
+        return Synchronized(common, lambda: watch.seen, clip_norm, self.loss_scale)
 
-    def local(self, *, own: bool = False, alike: bool = False) -> LocalParameters:
-        local = LocalParameters(self._parameters, self.layout, self._spec, self._device, self._task.clip_norm, own)
+    def compressed_pushes(self) -> CompressedPushes | None:
+        """How gradients are compressed that are pushed to servers, if they are."""
+        compression = self._config.compression
+        if not compression.changes_gradients:
+            return None
+        return CompressedPushes(compression, self.whole_layout, self._momentum, self._moment())
+
+    def _momentum(self, name: str) -> tuple[float, bool]:
+        return momentum_of(self._uncorrected, name)
+
+    def _moment(self) -> Moment:
+        progress, samples = self._progress, self._config.samples
+        return Moment(lambda: progress.step, lambda: progress.samples / samples, progress.total_epochs())
+
+    def _compressed_sums(self) -> GradientSums:
+        return compressed_sums(
+            self._config.compression,
+            self._comm,
+            self.layout,
+            self._parameters,
+            self._state,
+            device=self._device,
+            reduce_device=self._reduce_device,
+            momentum=self._momentum,
+            clip_norm=self._task.clip_norm,
+            moment=self._moment(),
+            seed=self._config.seed,
+        )
+
+    def local(self, *, own: bool = False, alike: bool = False, undo: bool = True) -> LocalParameters:
+        if own and not self._says_what_is_evaluated:
+            raise BadInput(
+                "replica.local(own=True) gives every worker parameters of its own, and the strategy does not say what "
+                "model they make; give it a method assembled(parts)"
+            )
+        local = LocalParameters(
+            self._parameters, self.layout, self._spec, self._device, self._task.clip_norm, own, self.loss_scale
+        )
         self.parameters = local
-        if self._checkpoint is not None:
+        if self._checkpoint is not None and not own:
             local.load(*from_checkpoint(self._checkpoint, self.layout))
-        keep = self._state.own if own else self._state.moving
-        keep("parameters", local.values, local.load_values)
+        if own:
+            self._state.own("parameters", local.values, local.load_values, undo=undo)
+        else:
+            self._state.moving("parameters", local.values, local.load_values)
         remember = self._state.everybody if alike else self._state.own
-        remember("optimizer", local.optimizer_state, local.load_optimizer_state)
+        remember("optimizer", local.optimizer_state, local.load_optimizer_state, undo=undo)
         return local
+
+    def unlocked(self, *, count_lost: bool = False) -> UnlockedParameters:
+        unlocked = UnlockedParameters(
+            self._comm,
+            self._parameters,
+            self.layout,
+            self._spec,
+            self._device,
+            self._task.clip_norm,
+            self._config.workers,
+            count_lost,
+            self.loss_scale,
+        )
+        self.parameters = unlocked
+        self._state.own("optimizer", unlocked.optimizer_state, unlocked.load_optimizer_state)
+        return unlocked
 
     def vector(self) -> Tensor:
         if self._vector is None:
@@ -213,21 +323,38 @@ class ModelReplica:
         watch = None if ready is None else self._begin_watch(ready, max(1, len(batches)))
         samples = sum(len(batch) for batch in batches)
         work = GradientWork(self._of_task, self._portions(batches), watch)
-        numbers = self._comm.compute(samples, (lambda: self._no_work(watch, batches)) if self._dry else work)
+        numbers = self._comm.compute(
+            self._work * samples, (lambda: self._no_work(watch, batches)) if self._dry else work
+        )
         self.check_memory(memory)
-        means = Means()
-        for portion, batch in zip(numbers, batches, strict=True):
-            means.add(portion, len(batch))
-        self._progress.figures = dict(means)
-        loss = self._progress.figures.pop("loss", 0.0)
+        loss = self._mean_loss(numbers, batches)
         if ready is None and finite and not math.isfinite(loss):
             self._progress.refuse(loss, batches[0])
         if after is not None:
             after.wait()
+        if self.loss_scale is not None:
+            self.loss_scale.look()
         if self._gradient is not None and not self._dry:
             self._collect(self._gradient)
         self._brake.hold(began)
         return loss
+
+    def backward_with_others(self, batches: Sequence[Batch], share: float) -> float:
+        batches = [batch for batch in batches if len(batch)]
+        began = self._comm.now()
+        work = GradientWork(self._of_task, self._portions(batches))
+        samples = share * sum(len(batch) for batch in batches)
+        loss = self._mean_loss(self._comm.compute(samples, lambda: work(), waits=True), batches)
+        self._brake.hold(began)
+        return loss
+
+    def _mean_loss(self, numbers: Sequence[Mapping[str, float]], batches: Sequence[Batch]) -> float:
+        """The mean loss of batches whose losses and figures these are; the mean figures go on record."""
+        means = Means()
+        for portion, batch in zip(numbers, batches, strict=True):
+            means.add(portion, len(batch))
+        self._progress.figures = dict(means)
+        return self._progress.figures.pop("loss", 0.0)
 
     def _begin_watch(self, ready: Callable[[Bucket], None], parts: int) -> BackwardWatch:
         assert self._watch is not None, "buckets are announced where parameters are synchronized"
@@ -264,16 +391,22 @@ class ModelReplica:
 
     def _collect(self, gradient: Tensor) -> None:
         """Gradients from where autograd left them into the flat vector; clipped here, before they are sent."""
+        if self.loss_scale is not None and self.loss_scale.overflowed:
+            gradient.zero_()
+            return
         self.collected()
         if self._task.clip_norm is not None:
             norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-            gradient *= min(1.0, self._task.clip_norm / (norm + 1e-6))
+            gradient *= clipping(norm, self._task.clip_norm, self._added_up)
 
     def reached(self) -> list[int] | None:
         if self._dry:
             return None
         found = [e.index for e, p in zip(self.layout.entries, self._parameters, strict=True) if p.grad is not None]
         return None if len(found) == len(self._parameters) else found
+
+    def push_scale(self) -> float:
+        return 0.0 if self.loss_scale is not None and self.loss_scale.overflowed else 1.0
 
     def keep_batches(self) -> None:
         self._of_task.keep_batches()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -75,16 +75,20 @@ class Rounds:
         checkpoint: Checkpoint | None,
         dry: bool,
         redone: bool,
+        fellows: range,
         between: BetweenSteps | None = None,
     ) -> None:
         """`checkpoint`: where the run goes on from, if it does; `dry`: tensors have sizes and no contents; `redone`:
         whether a round is proposed again when a member has died, so that what it has changed must be put back;
-        `between`: what happens between two steps, where a script takes them."""
-        self._redone, self._between, self._first = redone, between, _FIRST
+        `fellows`: the workers that this one has a copy of the model together with (Strategy.fellows); `between`: what
+        happens between two steps, where a script takes them."""
+        self._redone, self._fellows, self._between, self._scale = redone, fellows, between, replica.loss_scale
+        self._first = _FIRST + (self._scale is not None)  # where the strategy's own numbers begin
         self._comm, self._data, self._replica, self._state = comm, data, replica, state
         self._progress, self._snapshots, self._checkpoint, self._dry = progress, snapshots, checkpoint, dry
         self.ballot: Handle | None = None
         self._size = 0  # numbers of this member's ballot
+        self._updates = 1  # that the step it has voted on is made of
         self.applied = -1  # steps taken; -1 before anything was agreed
         self._votes: Tensor | None = None  # of the last step that was taken
         self._conclude: Callable[[Decision], None] = lambda decision: None
@@ -114,6 +118,8 @@ class Rounds:
                     return self._comm.leave()
                 if self._redone and len(self._comm.members) > 1:
                     self._state.remember()
+                if self._scale is not None:
+                    self._scale.begin()
                 self._vote(propose())
                 self._take_step()
             except Regrouped:
@@ -127,9 +133,10 @@ class Rounds:
             raise RunFailed(f"propose returned {vote!r}; it must return a tt.Vote")
         head = [vote.loss * vote.samples if vote.samples else 0.0, vote.samples, self._comm.stop_requested()]
         said = [] if self._between is None else self._between.ballot()
+        said += [] if self._scale is None else self._scale.ballot()
         self._first = _FIRST + len(said)
         mine = torch.tensor([*head, *said, *vote.numbers], dtype=torch.float64)
-        self._size = mine.numel()
+        self._size, self._updates = mine.numel(), vote.updates
         with self._equally_many():
             self.ballot = Finished(mine[None]) if len(self._comm.members) == 1 else self._comm.all_gather(mine)
 
@@ -166,11 +173,13 @@ class Rounds:
                 self._state.put_back()
                 self._snapshots.give_again()  # it may be the last one now
                 raise
+        if self._scale is not None:
+            self._scale.decide(bool(votes[:, _FIRST : self._first].sum() > 0), self._updates)
         self._conclude(decision)
         self.ballot, self._votes = None, votes
         self._state.forget()
         self._progress.stopped = decision.stop
-        self._progress.stepped(decision.samples, decision.loss)
+        self._progress.stepped(decision.samples, decision.loss, self._updates)
         self.applied = self._progress.step
 
     # -- members come and go ------------------------------------------------------------------------------------
@@ -195,7 +204,8 @@ class Rounds:
 
     def _adopt(self, agreement: Agreement) -> None:
         parameters = self._parameters
-        if self._checkpoint is not None and (parameters.private or self._comm.rank == agreement.source):
+        loads = not parameters.own and (parameters.private or self._comm.rank == agreement.source)
+        if self._checkpoint is not None and loads:  # parameters of one's own are named states
             parameters.load(*from_checkpoint(self._checkpoint, self._replica.layout))
         parameters.regroup(agreement)
         if agreement.behind:
@@ -223,16 +233,18 @@ class Rounds:
     def _catch_up(self, agreement: Agreement) -> None:
         """The member that is furthest hands its state to those behind."""
         comm, parameters = self._comm, self._parameters
+        if parameters.own and agreement.applied <= 0:
+            return self._begin_alike(agreement)
         if parameters.own and comm.rank not in agreement.behind:
             self._state.put_back()  # so that nobody takes over what a round that is given up has changed
         told = self._broadcast(self._everything() if comm.rank == agreement.source else None, agreement.members)
         newcomer = self.applied < 0 <= agreement.applied
+        late = parameters.own and comm.rank in agreement.behind and not newcomer
+        if late:  # the votes did not reach this member; newcomers need what it has after the step
+            self._decide(told[agreement.source]["votes"])
         states = self._own_states(agreement, newcomer) if parameters.own and not self._dry else {}
-        if comm.rank in agreement.behind:
-            state = told[agreement.source]
-            if parameters.own and not newcomer and agreement.applied >= 0:
-                return self._decide(state["votes"])  # which did not reach this member
-            state |= states
+        if comm.rank in agreement.behind and not late:
+            state = told[agreement.source] | states
             self._progress.step, epoch, cursor, self._progress.samples = state.pop("place").tolist()
             self._data.place(epoch, cursor)
             counts = state.pop("counts").tolist()
@@ -241,19 +253,60 @@ class Rounds:
             if not self._dry:
                 self._take_over(state, newcomer)
 
+    def _begin_alike(self, agreement: Agreement) -> None:
+        """No step was taken yet, and parameters are each member's own: all have what the seed gives them, which nobody
+        else may have any more. What is everybody's is the source's."""
+        common = self._state.tensors("everybody")
+        if common and not self._dry:
+            mine = {name: tensor.cpu().contiguous() for name, tensor in common.items()}
+            told = self._broadcast(mine if self._comm.rank == agreement.source else None, agreement.members)
+            if self._comm.rank in agreement.behind:
+                self._state.load("everybody", told[agreement.source])
+
     def _own_states(self, agreement: Agreement, newcomer: bool) -> dict[str, Tensor]:
-        """What members have of their own, for newcomers: each takes what it finds there under its names."""
-        own = {f"own/{name}": t.detach().cpu().contiguous() for name, t in self._state.tensors("own").items()}
-        told = self._broadcast(None if newcomer else own, agreement.members)
+        """What members have of their own, for newcomers: each is sent what concerns it, by all members. Of several that
+        have something of one name, a fellow's counts, else that of the one that is furthest."""
+        comm, tag = self._comm, "own states"
+        names = torch.frombuffer(bytearray("\n".join(self._replica.names).encode()), dtype=torch.uint8)
+        asked = self._broadcast({"names": names} if newcomer else None, agreement.members)
         if not newcomer:
+            sent = list[Handle]()
+            for other, said in asked.items():
+                blob = _blob(self._concerning(set(said["names"].numpy().tobytes().decode().split("\n"))))
+                sent += [comm.send(tensor, other, tag) for tensor in (torch.tensor([blob.numel()]), blob)]
+            for handle in sent:
+                handle.wait()
             return {}
-        last = told.pop(agreement.source, {})
-        return {name: tensor for state in told.values() for name, tensor in state.items()} | last
+        found: dict[str, Tensor] = {}
+        givers = [member for member in agreement.members if member not in asked and member != comm.rank]
+        for giver in sorted(givers, key=lambda member: (member in self._fellows, member == agreement.source)):
+            size = comm.recv(torch.empty(1, dtype=torch.int64), giver, tag).wait()
+            found |= unpack(comm.recv(torch.empty(int(size), dtype=torch.uint8), giver, tag).wait().numpy().tobytes())
+        self._refuse_gaps(found)
+        return found
+
+    def _refuse_gaps(self, given: Mapping[str, Tensor]) -> None:
+        """Raise RunFailed if there are parameters that this newcomer has and no other member: what was trained of them
+        died with the worker that it replaces."""
+        names = [name for name in self._state.tensors("own") if name.startswith("parameters/")]
+        if lost := [name.partition("/")[2] for name in names if f"own/{name}" not in given]:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise RunFailed(f"no worker has {lost[0]}{more} any more, nor a copy; resume the run")
+
+    def _concerning(self, names: set[str]) -> dict[str, Tensor]:
+        """This member's own states, without what is of parameters and buffers that are not among `names`."""
+        foreign = set(self._replica.names) - names
+        found = {}
+        for name, tensor in self._state.tensors("own", handed=True).items():
+            key = name.partition("/")[2]
+            if key not in foreign and key.rpartition("/")[0] not in foreign:
+                found[f"own/{name}"] = tensor.detach().cpu().contiguous()
+        return found
 
     def _broadcast(self, mine: dict[str, Tensor] | None, members: tuple[int, ...]) -> dict[int, dict[str, Tensor]]:
         """The tensors that members have to give, by member."""
         comm, found = self._comm, dict[int, dict[str, Tensor]]()
-        blob = torch.frombuffer(bytearray(b"" if mine is None else pack(mine)) or bytearray(1), dtype=torch.uint8)
+        blob = torch.zeros(1, dtype=torch.uint8) if mine is None else _blob(mine)
         sizes = comm.all_gather(torch.tensor([0 if mine is None else blob.numel()])).wait()[:, 0].tolist()
         for member, size in zip(members, sizes, strict=True):
             if not size:
@@ -278,9 +331,9 @@ class Rounds:
         if self._dry:
             return state
         for kind, tensors in (
-            ("frozen", self._replica.frozen()),
+            ("frozen", {} if parameters.own else self._replica.frozen()),
             ("everybody", self._state.tensors("everybody")),
-            ("own", self._state.tensors("own")),
+            ("own", {} if parameters.own else self._state.tensors("own", handed=True)),  # of which each gives its own
             ("flat", parameters.flat() if parameters.private else {}),
             ("extra", parameters.extras() if parameters.private else {}),
         ):
@@ -292,9 +345,13 @@ class Rounds:
             return {n.removeprefix(f"{kind}/"): t for n, t in state.items() if n.startswith(f"{kind}/")}
 
         if newcomer:  # others have states of their own
-            for name, tensor in self._replica.frozen().items():
-                tensor.copy_(named("frozen")[name])
+            for name, tensor in named("frozen").items():
+                self._replica.frozen()[name].copy_(tensor)
             self._state.load("own", named("own"))
         self._state.load("everybody", named("everybody"))
         if self._parameters.private:
             self._parameters.load(named("flat"), named("extra"))
+
+
+def _blob(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.frombuffer(bytearray(pack(tensors)), dtype=torch.uint8)

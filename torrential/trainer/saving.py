@@ -44,7 +44,7 @@ class Saving:
         are everybody's, as this worker has them."""
         self._named_states = named
         self._comm, self._client, self._outlet, self._replica, self._states = comm, client, outlet, replica, states
-        self._layout = replica.layout
+        self._layout = replica.whole_layout
         self._pending: PendingRequest | None = None
 
     @property
@@ -57,6 +57,7 @@ class Saving:
         self._untrained = {name: t.clone() for name, t in (replica.frozen() | replica.buffers()).items()}
         self._everybodys = {f"state/{name}": tensor.clone() for name, tensor in self._named_states().items()}
         self._asked = self._complained = self._comm.now()
+        replica.want_buffers()
         self._pending = self._client.save(self._vectors, at_once=at_once)
 
     def poll(self) -> None:
@@ -105,7 +106,7 @@ class Saving:
         own = {f"buffers/{name}": self._untrained[name] for name in self._replica.buffers()}
         if own:
             self._outlet.own_states(snapshot.step, own)
-        rest = {f"rest/{name}": tensor for name, tensor in self._untrained.items()}
+        rest = {f"rest/{name}": tensor for name, tensor in (self._replica.received | self._untrained).items()}
         self._outlet.snapshot(snapshot, flat, dict(numbers) | rest | self._everybodys)
         self._vectors, self._untrained, self._everybodys = [], {}, {}
 

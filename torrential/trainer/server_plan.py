@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from torrential.checkpoint import Checkpoint
 from torrential.config import RunConfig
+from torrential.optim.corrected import corrected
 from torrential.optim.recipe import adapt_model, adapt_optimizer
 from torrential.optimizers import OptimizerSpec
 from torrential.params.layout import Layout, plan
@@ -16,6 +17,7 @@ from torrential.randomness import seed_all
 from torrential.server.dealer import Dealer
 from torrential.server.optimizer import Scalars, bounds, state_names
 from torrential.server.shard import Initial
+from torrential.server.shares import Shares, share_out
 from torrential.strategies.base import Strategy, servers_of
 from torrential.task import Task, build_model
 
@@ -26,12 +28,15 @@ class ServerPlan:
         model = self._model()
         self.layout = plan(model, strategy.bucket_bytes)
         own = adapt_optimizer(config.recipe, task.optimizer_spec.with_lr(config.lr), model)
-        self.spec = strategy.optimizer(own).with_lr(config.lr)
+        self.spec = corrected(config.compression, strategy.optimizer(own).with_lr(config.lr), model)
         servers = servers_of(strategy, config.workers, config.servers)
         assert servers is not None, f"{strategy.name} declares no servers"
         self.servers, self.consistency, self.handlers = servers, servers.consistency, servers.handlers
         self.numel = sum(self.layout.sizes.values())
         self.bounds = bounds(self.layout, self.spec)  # where the key space may be cut; None: anywhere
+        cuttable = strategy.cuttable(task, model)
+        parts = [strategy.part(cuttable, stage, config.workers) for stage in range(servers.stages)]
+        self.shares = shares_of(model, self.layout, parts)
 
     def initial(self) -> Initial:
         """The state of servers that are there from the beginning of the run."""
@@ -44,6 +49,14 @@ class ServerPlan:
     def _model(self) -> nn.Module:
         seed_all(torch.device("cpu"), self._config.seed, 0)
         return adapt_model(self._config.recipe, build_model(self._task))
+
+
+def shares_of(model: nn.Module, layout: Layout, stages: Sequence[nn.Module]) -> Shares:
+    """Which stage has which parameters of a model, of which the stages have parts."""
+    if len(stages) == 1:
+        return Shares()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return share_out(layout, [{names[id(p)] for p in stage.parameters()} for stage in stages])
 
 
 def resumed(

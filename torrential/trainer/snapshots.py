@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torrential.comm.protocol import Comm
+from torrential.splits.slices import read_name
 from torrential.trainer.data import TrainingData
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.replica import ModelReplica
@@ -61,7 +62,7 @@ class Snapshots:
         assert parameters is not None, "say where parameters live before a step is concluded"
         snapshot = self._snapshot(members, {e.name: parameters.counts[e.index] for e in parameters.layout.entries})
         extras = {f"extra/{n}": t for n, t in parameters.extras().items()}
-        rest = {f"rest/{n}": t for n, t in (replica.frozen() | replica.buffers()).items()}
+        rest = {f"rest/{n}": t for n, t in (replica.frozen() | replica.buffers()).items() if read_name(n)[1] is None}
         states = {f"state/{n}": t for n, t in self._state.tensors("everybody").items()}
         self._outlet.snapshot(snapshot, parameters.flat(), extras | rest | states)
 

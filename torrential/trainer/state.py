@@ -29,17 +29,28 @@ class _Kept:
     save: Save
     load: Load
     undo: bool
+    handed: bool = True  # to newcomers; else they begin with what is there when it is registered
 
 
 class NamedStates:
     """Implements strategies.context.State."""
 
-    def __init__(self, saved: Mapping[str, Tensor] | None = None, owner: str = "") -> None:
+    def __init__(
+        self,
+        saved: Mapping[str, Tensor] | None = None,
+        owner: str = "",
+        fellows: range = range(0),
+        begun: Callable[[], bool] = lambda: False,
+    ) -> None:
         """`saved`: the states in the checkpoint that the run goes on from, each loaded as soon as it is registered;
-        `owner`: which of them are this role's own."""
+        `owner`: which of them are this role's own; `fellows`: the workers whose states are the next best
+        (Strategy.fellows); `begun`: whether this role has begun with its first step, after which it is too late to
+        register anything."""
+        self._begun = begun
+        self._saved_itself = bool(_owned(saved or {}, owner))
         self._saved = {
             "everybody": _owned(saved or {}, EVERYBODY),
-            "own": _owned(saved or {}, owner) or _of_anybody(saved or {}),
+            "own": _owned(saved or {}, owner) or _of_anybody(saved or {}, fellows),
             "moving": {},
         }
         self._kept: dict[str, _Kept] = {}
@@ -48,8 +59,8 @@ class NamedStates:
     def everybody(self, name: str, save: Save, load: Load, *, undo: bool = True) -> None:
         self._keep(name, _Kept("everybody", save, load, undo))
 
-    def own(self, name: str, save: Save, load: Load, *, undo: bool = True) -> None:
-        self._keep(name, _Kept("own", save, load, undo))
+    def own(self, name: str, save: Save, load: Load, *, undo: bool = True, handed: bool = True) -> None:
+        self._keep(name, _Kept("own", save, load, undo, handed))
 
     def moving(self, name: str, save: Save, load: Load) -> None:
         """Put something back when a round is given up; where it is saved is another's business."""
@@ -59,10 +70,14 @@ class NamedStates:
         if name in self._kept or "/" in name or not name:
             what = "is registered already" if name in self._kept else "is no name for a state: it is empty, or has a /"
             raise BadInput(f"the state {name!r} {what}; call it something else")
+        if self._begun():
+            late = "is registered after the first step has begun, where a run that goes on cannot load it in time"
+            raise BadInput(f"the state {name!r} {late}; register it before the first step (before ctx.rounds)")
         if kept.kind != "moving":
             _check_saved(name, kept.save())
         self._kept[name] = kept
-        if found := _owned(self._saved[kept.kind], name):
+        found = _owned(self._saved[kept.kind], name)
+        if found and (kept.handed or self._saved_itself):
             kept.load(found)
 
     # -- rounds -------------------------------------------------------------------------------------------------
@@ -89,12 +104,12 @@ class NamedStates:
     def some_are_own(self) -> bool:
         return any(kept.kind == "own" for kept in self._kept.values())
 
-    def tensors(self, kind: Literal["everybody", "own"]) -> dict[str, Tensor]:
-        """All states of a kind, by "<name>/<key>"."""
+    def tensors(self, kind: Literal["everybody", "own"], *, handed: bool = False) -> dict[str, Tensor]:
+        """All states of a kind, or those that newcomers are handed, by "<name>/<key>"."""
         return {
             f"{name}/{key}": tensor.detach()
             for name, kept in self._kept.items()
-            if kept.kind == kind
+            if kept.kind == kind and (kept.handed or not handed)
             for key, tensor in kept.save().items()
         }
 
@@ -116,11 +131,11 @@ def _check_saved(name: str, saved: object) -> None:
     raise BadInput(f'save of the state {name!r} must return a dict of tensors ({wrong}); try {{"value": tensor}}')
 
 
-def _of_anybody(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _of_anybody(saved: Mapping[str, Tensor], fellows: range) -> dict[str, Tensor]:
     """What workers have saved of their own, for one that has saved nothing: it was gone, or is new. Of several that
-    have something of one name, the first counts."""
+    have something of one name, the first of the fellows counts, else the first."""
     owners = {int(owner) for owner in (name.partition("/")[0] for name in saved) if owner.isdigit()}
-    workers = sorted(owner for owner in owners if owner < SERVERS)
+    workers = sorted((owner for owner in owners if owner < SERVERS), key=lambda rank: (rank not in fellows, rank))
     return {name: tensor for worker in reversed(workers) for name, tensor in _owned(saved, str(worker)).items()}
 
 

@@ -31,6 +31,7 @@ class Job:
     elapsed: float = 0.0  # seconds that the run had taken by then
     evaluated: Mapping[tuple[str, int], float] = field(default_factory=dict)  # (split, step) on record: their times
     loop: OwnLoop | None = None  # the script that workers run, where the loop is its own
+    handed: tuple[int, int, int] | None = None  # where the model lies that workers take parts of: pid, two descriptors
     extended: str = ""  # the limits that a run was given when it was resumed, in words
 
 

@@ -70,12 +70,18 @@ def attributed(role: str, directory: Path) -> Iterator[None]:
 
 
 def resuming(directory: Path) -> str:
-    """The advice to go on with a run, by the command that it was begun with."""
+    """The advice to go on with a run, by the command or the call that it was begun with."""
     path = directory / MANIFEST
-    script = read_manifest(directory).config.get("script") if path.exists() else None
-    if script is not None and not script[0]:
-        return f"go on with: tt.launch(..., resume={str(directory)!r})"
-    return f"go on with: torrential {'train' if script is None else 'launch'} --resume {directory}"
+    config = read_manifest(directory).config if path.exists() else {}
+    if (script := config.get("script")) is not None:
+        call = f"torrential launch --resume {directory}" if script[0] else f"tt.launch(..., resume={str(directory)!r})"
+    elif config.get("strategy", "").endswith(":MapReduce"):
+        call = f"tt.map_reduce(..., resume={str(directory)!r})"
+    elif config and config.get("source") is None:
+        call = f"tt.train(task, resume={str(directory)!r})"
+    else:
+        call = f"torrential train --resume {directory}"
+    return f"go on with: {call}"
 
 
 def last_good(directory: Path) -> str:

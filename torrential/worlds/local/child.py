@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ import torch
 from torrential import descriptors, shipping
 from torrential.comm.channel import TensorLetter
 from torrential.comm.post import Post
-from torrential.comm.protocol import address_of
+from torrential.comm.protocol import OBSERVER, address_of
 from torrential.data.deal import order_of
 from torrential.data.loaders import LoaderProcess, Loaders, ReadBatch, end_loaders, fork_loaders, reader
 from torrential.errors import RunFailed
@@ -23,17 +22,20 @@ from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
 from torrential.worlds.base import RETURNED, Job, going_on_from
 from torrential.worlds.failure import describe
+from torrential.worlds.hosts.loading import load_job
 from torrential.worlds.local import messages as m
+from torrential.worlds.local.agent import JOB
 from torrential.worlds.local.comm import LocalComm
-from torrential.worlds.local.link import Buffers, SupervisorLink
+from torrential.worlds.local.link import AgentLink, Buffers, SupervisorLink
 from torrential.worlds.local.mail import open_post
 from torrential.worlds.local.observing import observe
 from torrential.worlds.local.outlet import LocalOutlet
 from torrential.worlds.local.script_process import play_script, try_script, use_device
 from torrential.worlds.local.server_process import serve
+from torrential.worlds.trace import WorkerTrace
 
 if TYPE_CHECKING:
-    from torrential.worlds.local.nursery import Spawn
+    from torrential.worlds.local.orders import Spawn
 
 CONNECT_SECONDS = 660.0  # as long as a run may take to start
 
@@ -41,22 +43,25 @@ CONNECT_SECONDS = 660.0  # as long as a run may take to start
 def main(spawn: Spawn) -> int:
     if spawn.role == "trial":
         return try_script(spawn)
+    if spawn.role == JOB:
+        return load_job(spawn)
     loaders = fork_loaders(spawn.rank, spawn.loaders, lambda: _prepare_reading(spawn))  # before there are threads
     post = None if spawn.role == "observer" else open_post(spawn)
-    hello = m.Hello(spawn.role, spawn.rank, spawn.life, os.getpid(), post.where if post else "")
-    link = SupervisorLink(spawn.address, spawn.token, hello, CONNECT_SECONDS)
+    hello = m.Hello(spawn.role, spawn.rank, spawn.life, post.where if post else "")
+    around = spawn.around
+    link = SupervisorLink(around.address, around.secret, hello, CONNECT_SECONDS, around.clock, around.host_timeout)
     worker: RoleContext | None = None  # the context of its program, once it is built
     try:
         with descriptors.explained():
             job = _open(spawn)
             if spawn.role == "worker" and job.loop is not None:
                 assert post is not None
-                play_script(job, job.loop, spawn.rank, link, lambda run: _build(job, spawn, link, post, run=run))
+                play_script(job, job.loop, spawn, link, lambda run: _build(job, spawn, link, post, run=run))
             elif spawn.role == "observer":
-                observe(job, link)
+                observe(job, link, Buffers(AgentLink(spawn), OBSERVER))
             elif spawn.role == "server":
                 assert post is not None
-                serve(job, spawn.rank, link, post)
+                serve(job, spawn.rank, link, AgentLink(spawn), post)
             else:
                 assert post is not None
                 role = _role(job, spawn.role)
@@ -72,7 +77,7 @@ def main(spawn: Spawn) -> int:
 
 
 def _open(spawn: Spawn) -> Job:
-    job = shipping.unpack_from(*spawn.parcel)
+    job = shipping.unpack_from(*spawn.around.parcel)
     assert isinstance(job, Job)
     return job
 
@@ -94,20 +99,26 @@ def _build(
     role = _role(job, spawn.role)
     config, rank, life = job.config, address_of(spawn.role, spawn.rank), spawn.life
     post.understand(reduce(or_, job.strategy.letters, Message | TensorLetter))
-    device = use_device(config, spawn.rank)
-    own_gpu = device.type == "cuda" and config.workers <= torch.cuda.device_count()
+    device = use_device(config, spawn)
+    own_gpu = device.type == "cuda" and spawn.beside <= torch.cuda.device_count()
     native = config.settings.algorithm == "native"
     backend = None if not native else ("nccl" if own_gpu else "gloo")
-    buffers = Buffers(link, rank)
+    buffers = Buffers(AgentLink(spawn), rank)
     kept = job.directory / "costs.json"
     comm = LocalComm(rank, config.workers, link, buffers, post, config.local, backend, kept)
+    if config.settings.trace:
+        comm.trace = WorkerTrace(job.directory, rank, life, comm.now)
     comm.own_memory = role.death in ("view", "restart")
-    outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check)
+    outlet = LocalOutlet(rank, link, buffers, comm.meter, comm.check, spawn.around.apart)
     reduce_device = device if backend == "nccl" else torch.device("cpu")
     checkpoint = going_on_from(job, role.death, life)
     loaders = Loaders(processes, config.settings.timeout) if processes else None
     parts = (config, job.strategy, comm, outlet, device, reduce_device, checkpoint, life)
-    context = RoleContext(job.task, *parts, loaders=loaders) if run is None else run.context_of(job.task, *parts)
+    handed = None if job.handed is None else partial(shipping.unpack_from, *job.handed)
+    if run is None:
+        context = RoleContext(job.task, *parts, loaders=loaders, handed=handed)
+    else:
+        context = run.context_of(job.task, *parts)
     assert context.replica  # built before it joins: a slow model factory stalls nobody
     link.send(m.Ready())
     if role.name == "coordinator":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torrential.comm.carrier import members_of_group
 from torrential.comm.channel import PostChannel
 from torrential.comm.choosing import Chooser
 from torrential.comm.hierarchical import HierarchicalCarrier
@@ -32,6 +33,7 @@ from torrential.records import Event
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, SupervisorLink
 from torrential.worlds.local.mail import LocalMail
+from torrential.worlds.trace import NOTHING, WorkerTrace
 
 T = TypeVar("T")
 W = TypeVar("W", m.Go, m.AllStopped)
@@ -46,10 +48,12 @@ class LocalComm(LocalMail):
     ) -> None:  # fmt: skip
         super().__init__(rank, link, buffers, post, settings.transport == "shared" and backend is None)
         self.rank, self._settings = rank, settings
+        self.trace: WorkerTrace | None = None  # where the run is traced
         self._by_messages = settings.transport != "shared"  # collectives; else in shared memory
         self._channel = PostChannel(post)
         self.members: tuple[int, ...] = ()
         self.generation = 0
+        self._check_joined: Callable[[], None] = lambda: None
         self._box, self._asked = link.box(m.AllStopped, m.Go), link.box(m.Finish)
         self._workers = workers
         self._small: SharedCarrier | ScheduledCarrier
@@ -69,6 +73,7 @@ class LocalComm(LocalMail):
             self.check,
             settings.timeout,
             self,
+            self._common_bytes if self.shares_memory else None,
         )
         self._native = None
         self._group_of_torch: NativeCarrier | None = None
@@ -79,7 +84,7 @@ class LocalComm(LocalMail):
         if self._by_messages and settings.algorithm == "auto":
             names = [*ALGORITHMS, *([] if self._native is None else ["native"])]
             self.chooser = Chooser(
-                self, lambda name, tensor: self._all_reduce(name, tensor).wait(), names, settings.transport, kept
+                self, lambda name, tensor: self._all_reduce(name, tensor).wait(), names, carried_by(settings), kept
             )
 
     def _shared(self, name: str, meter: Meter) -> SharedCarrier:
@@ -96,10 +101,29 @@ class LocalComm(LocalMail):
     def _mail(self, name: str, rank: int) -> Tensor:
         return self._buffers.get(f"mail{name}", 2 * MAIL_BYTES, torch.uint8, rank).view(2, MAIL_BYTES)
 
+    # -- tracing ------------------------------------------------------------------------------------------------
+    @property
+    def traced(self) -> bool:
+        return self.trace is not None
+
+    def span(self, what: str, began: float, about: Mapping[str, float] = NOTHING) -> None:
+        if self.trace is not None:
+            self.trace.span(what, began, self.now(), about)
+            if about.get("waited", 0.0) > 0:
+                self.trace.span("wait", began, began + about["waited"])
+
     # -- computing ----------------------------------------------------------------------------------------------
-    def compute(self, samples: float, work: Callable[[], T]) -> T:
+    def compute(self, samples: float, work: Callable[[], T], *, waits: bool = False) -> T:
         self._channel.read_meanwhile()
-        return work()
+        if self.trace is None:
+            return work()
+        began = self.now()
+        result = work()
+        self.trace.span("compute", began, self.now())
+        return result
+
+    def within_work(self, wait: Callable[[], T]) -> T:
+        return wait()
 
     def reached(self, share: float, then: Callable[[], None]) -> None:
         then()
@@ -139,7 +163,7 @@ class LocalComm(LocalMail):
 
     # -- groups, and one member to another ---------------------------------------------------------------------
     def group(self, ranks: Sequence[int]) -> Group:
-        members = tuple(sorted(ranks))
+        members = members_of_group(self.rank, ranks, self.members)
         if members not in self._groups:
             name = ",".join(map(str, members))
             carrier: SharedCarrier | ScheduledCarrier
@@ -157,6 +181,8 @@ class LocalComm(LocalMail):
     def process_group(self) -> ProcessGroup:
         if self._native is not None:
             raise RunFailed("the strategy uses torch.distributed by itself; leave out algorithm=native")
+        if self._settings.security == "tls":
+            raise RunFailed("the strategy uses torch.distributed, which sends in clear; leave out security=tls")
         own_gpu = torch.cuda.is_initialized() and self._workers <= torch.cuda.device_count()  # initialized: it has one
         backend = "nccl" if own_gpu else "gloo"
         self._group_of_torch = NativeCarrier(self.rank, self.meter, self.check, self._settings.timeout, backend)
@@ -170,9 +196,24 @@ class LocalComm(LocalMail):
     def recv(self, into: Tensor, source: int, tag: str = "") -> Handle:
         return self._points.recv(into, source, tag)
 
+    def pass_on(self, tensor: Tensor, to: int, tag: str, room: int) -> Handle:
+        return self._points.pass_on(tensor, to, tag, room)
+
+    def take(self, sizes: Sequence[int], kind: torch.dtype, source: int, tag: str, room: int) -> Handle:
+        return self._points.take(sizes, kind, source, tag, room)
+
+    def _common_bytes(self, name: str, count: int) -> Tensor:
+        return self.buffer(name, count, torch.uint8, common=True)
+
+    def join(self, members: Sequence[int], era: int, check: Callable[[], None]) -> None:
+        self.members, self._check_joined = tuple(members), check
+        self._channel.regroup(era)
+        self._points.regroup(self.rank, self.members, era)
+
     # -- membership ---------------------------------------------------------------------------------------------
     def check(self) -> None:
         self.answer_ping()
+        self._check_joined()
         if self._link.newest_generation > self.generation:
             raise Regrouped(self._link.newest_generation)
 
@@ -188,15 +229,15 @@ class LocalComm(LocalMail):
         go = meet(self, stand)
         generation = go.generation
         self.generation, self.members = generation, tuple(go.members)
-        self._began = go.began
+        self._began = go.began + self._link.clock
         self._channel.regroup(generation)
         self._small.regroup(generation, self.members)
         self._groups.clear()
-        self._points.regroup(self.rank, self.members)
+        self._points.regroup(self.rank, self.members, generation)
         if self._native is not None:
             self._small.barrier().wait()  # all are here: the library's own rendezvous is not left waiting for the dead
             try:
-                self._native.regroup(self.members, go.rendezvous)
+                self._native.regroup(self.members, self._buffers.file(f"rendezvous {generation}"))
             except RuntimeError:
                 self._link.until(lambda: self._link.newest_generation > generation, "word of a lost peer")
                 self.check()
@@ -207,7 +248,8 @@ class LocalComm(LocalMail):
     def begin(self) -> None:
         """Wait for the word to begin, where there are servers. There is one generation: deaths are news in the view."""
         go, _ = self._box.get()
-        self.generation, self.members, self._began = go.generation, tuple(go.members), go.began
+        self.generation, self.members = go.generation, tuple(go.members)
+        self._began = go.began + self._link.clock
 
     def _agree_on_costs(self, chooser: Chooser) -> None:
         """Agree on what to pick from. What is sent for it is no part of training and not counted; the time it takes is
@@ -246,6 +288,8 @@ class LocalComm(LocalMail):
 
     def leave(self, last: Callable[[], None] | None = None) -> None:
         leave(self, last)
+        if self.trace is not None:
+            self.trace.close()
 
     def asked_to_finish(self, able: bool) -> bool:
         link = self._link
@@ -265,3 +309,9 @@ class LocalComm(LocalMail):
         for native in (self._native, self._group_of_torch):
             if native is not None:
                 native.close()
+
+
+def carried_by(settings: LocalSettings) -> str:
+    """The transport as costs are kept of it."""
+    enciphered = settings.transport == "tcp" and settings.security == "tls"
+    return "tls" if enciphered else settings.transport

@@ -1,29 +1,29 @@
-"""The supervisor's processes: a nursery that forks them, a connection to each, one queue of what they report."""
+"""The supervisor's processes: hosts that begin them, a connection to each, one queue of what is reported of them."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
-import os
 import queue
 import secrets
-import signal
-import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torrential.comm import wire
+from torrential.comm import stream, wire
 from torrential.comm.admission import Admission
+from torrential.comm.handshake import SECRET_BYTES
 from torrential.comm.protocol import address_of, role_name, role_of
-from torrential.config import LocalSettings
-from torrential.errors import RunFailed
+from torrential.comm.stream import end_when_silent
 from torrential.membership.roles import Who
 from torrential.worlds.local import messages as m
-from torrential.worlds.local.nursery import Born, Ended, Message, Spawn
+from torrential.worlds.local.agent import Host
+from torrential.worlds.local.orders import Begin, Born, End, Ended
+from torrential.worlds.placement import Placement
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class Process:
     """One process of the crew."""
 
     who: Who
-    pid: int = 0
+    host: Host  # that it is on
     connection: wire.Connection[Any] | None = None
     outbox: queue.SimpleQueue[tuple[Any, Sequence[Tensor]] | None] = field(default_factory=queue.SimpleQueue)
 
@@ -50,11 +50,6 @@ class Process:
             while (item := self.outbox.get()) is not None:
                 self.connection.send(*item)
 
-    def kill(self) -> None:
-        if self.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
 
 @dataclass(frozen=True)
 class ProcessMessage:
@@ -65,74 +60,95 @@ class ProcessMessage:
     tensors: list[Tensor]
 
 
+class HostCame(NamedTuple):
+    """The report that another host is ready to begin processes."""
+
+    host: Host
+
+
+class HostLost(NamedTuple):
+    """The report that a host is gone: it is silent, or its agent or its nursery has ended."""
+
+    host: Host
+
+
+Report = ProcessMessage | Born | Ended | HostCame | HostLost
+
+
 class Crew:
-    def __init__(self, nursery: socket.socket, parcel: tuple[int, int], settings: LocalSettings) -> None:
-        self._nursery: wire.Connection[Message] = wire.Connection(nursery, Message)
-        self._parcel, self._settings = parcel, settings
-        self._token = secrets.token_bytes(wire.TOKEN_BYTES)
-        self._admission = Admission(f"unix:@torrential-{secrets.token_hex(8)}", self._token, m.Hello)
-        self.reports: queue.SimpleQueue[ProcessMessage | Born | Ended | None] = queue.SimpleQueue()
+    def __init__(
+        self, loaders: int, placement: Placement, where: str = "", secret: bytes = b"", host_timeout: float = 0.0
+    ) -> None:
+        """`loaders`: of each worker; `where`: the address to listen at, by default one that this host alone knows."""
+        self._loaders, self._placement, self._host_timeout = loaders, placement, host_timeout
+        self.secret = secret or secrets.token_bytes(SECRET_BYTES)
+        self._admission = Admission(where or f"unix:@torrential-{secrets.token_hex(8)}", self.secret, m.Hello)
+        self.address = self._admission.address
+        self.hosts: dict[int, Host] = {}  # those that are there, by number; 0 is the supervisor's own
+        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         wire.decoder(m.Any)  # its types are known before threads begin to read
         self.processes: dict[Who, Process] = {}  # all that were ever asked for
-        threading.Thread(target=self._watch_nursery, daemon=True).start()
         self._hearing = threading.Thread(target=self._admit, daemon=True)
         self._hearing.start()
 
+    def report(self, host: Host, said: Born | Ended | None) -> None:
+        """What the agent of a host has to say; None: it is gone."""
+        self.reports.put(HostLost(host) if said is None else said)
+
     def spawn(self, who: Who) -> None:
-        self.processes[who] = Process(who)
-        parcel = (os.getpid(), *self._parcel)
+        seat = self._placement.seat(who.address, self.hosts)
+        host = self.hosts[seat.host]
+        self.processes[who] = Process(who, host)
         role, number = role_of(who.address)
-        spawn = Spawn(
-            role,
-            number,
-            who.life,
-            self._admission.address,
-            self._token,
-            parcel,
-            self._settings.transport,
-            self._settings.loaders if role == "worker" else 0,
-        )
-        try:
-            self._nursery.send(spawn)
-        except wire.Closed as error:
-            raise RunFailed("the process that starts workers is gone; run again, or go on with --resume") from error
+        loaders = self._loaders if role == "worker" else 0
+        host.begin(Begin(role, number, who.life, loaders, seat.number, seat.beside))
+
+    def kill(self, who: Who) -> None:
+        role, number = role_of(who.address)
+        self.processes[who].host.end(End(role, number, who.life))
+
+    def lose(self, host: Host) -> list[Process]:
+        """A host is gone; returns what was on it. Whatever comes from there later on finds nobody who listens."""
+        del self.hosts[host.number]
+        host.close(f"host 0 has heard nothing from here for {self._host_timeout:g} s")
+        lost = [process for process in self.processes.values() if process.host is host]
+        for process in lost:
+            process.outbox.put(None)
+            if process.connection is not None:
+                process.connection.close()
+        return lost
 
     def send(self, who: Who, message: Any, tensors: Sequence[Tensor] = ()) -> None:
         self.processes[who].send(message, tensors)
-
-    def _watch_nursery(self) -> None:
-        try:
-            while True:
-                message, _ = self._nursery.receive()
-                if isinstance(message, Born):
-                    self.processes[who_is(message)].pid = message.pid
-                if isinstance(message, Born | Ended):
-                    self.reports.put(message)
-        except (wire.Closed, wire.WireError):
-            self.reports.put(None)
 
     def _admit(self) -> None:
         while not self._admission.stopped:
             for sock, hello in self._admission.poll(math.inf):
                 threading.Thread(target=self._serve, args=(sock, hello), daemon=True).start()
 
-    def _serve(self, sock: socket.socket, hello: m.Hello) -> None:
+    def _serve(self, sock: stream.Connected, hello: m.Hello) -> None:
+        if self._host_timeout:
+            end_when_silent(sock, self._host_timeout)
         connection: wire.Connection[Any] = wire.Connection(sock, m.Any)
         process = self.processes.get(who_is(hello))
         if process is None:
             return connection.close()
-        process.pid, process.connection = hello.pid, connection
+        process.connection = connection
         self.reports.put(ProcessMessage(process, hello, []))
         threading.Thread(target=process.write, daemon=True).start()
         try:
             while True:
                 message, tensors = connection.receive()
                 self.reports.put(ProcessMessage(process, message, tensors))
-        except (wire.Closed, wire.WireError):
+        except (wire.Closed, wire.WireError) as error:
             process.outbox.put(None)
+            if is_silence(error):
+                self.reports.put(HostLost(process.host))
             self.reports.put(ProcessMessage(process, None, []))
 
-    def close(self) -> None:
+    def close(self, problem: str = "") -> None:
+        for host in self.hosts.values():
+            host.close(problem)
         self._admission.stop()
         self._hearing.join(1.0)
         self._admission.close()
@@ -142,5 +158,11 @@ class Crew:
                 process.connection.close()
 
 
-def who_is(named: Born | m.Hello) -> Who:
+def is_silence(error: Exception) -> bool:
+    """Whether a connection has ended because nothing came from the other host, or none leads there."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+
+
+def who_is(named: Born | Ended | m.Hello) -> Who:
     return Who(address_of(named.role, named.rank), named.life)

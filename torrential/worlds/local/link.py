@@ -1,4 +1,4 @@
-"""A child's side of the connection to the supervisor, and the registered buffers it hands out."""
+"""A child's side of the connections to the supervisor and to its host's agent, which grants registered buffers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torrential.comm import wire
+from torrential.comm import stream, wire
 from torrential.errors import RunFailed, WaitedTooLong
 from torrential.worlds.local import messages as m
+from torrential.worlds.local.orders import Asker, BufferRefused, BufferWanted, Granted, Spawn
 
+ASK_SECONDS = 60.0
 ORPHANED = 3  # the exit code of a process that has lost its supervisor: there is nothing left to do, and nobody to tell
 
 
 class SupervisorLink:
     """The connection to the supervisor: it sends, and a thread sorts what comes."""
 
-    def __init__(self, address: str, token: bytes, hello: m.Hello, timeout: float) -> None:
-        self._connection = wire.dial(address, token, m.Any, timeout)
+    def __init__(
+        self, address: str, secret: bytes, hello: m.Hello, timeout: float, clock: float = 0.0, host_timeout: float = 0.0
+    ) -> None:
+        """`clock`: this host's minus the supervisor's. Where that host is another one, this process ends when it has
+        been silent for `host_timeout` seconds."""
+        sock = stream.dial(address, secret, hello, timeout)
+        if host_timeout:
+            stream.end_when_silent(sock, host_timeout)
+        self._connection: wire.Connection[Any] = wire.Connection(sock, m.Any)
+        self.clock = clock
         self._sending = threading.Lock()
         self._timeout = timeout
         self.changed = threading.Condition()
@@ -34,7 +44,6 @@ class SupervisorLink:
         self.dismissed = False
         self._unclaimed: list[tuple[Any, list[Tensor]]] = []
         self._inbox: dict[type, Callable[[tuple[Any, list[Tensor]]], None]] = {}
-        self.send(hello)
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, message: Any, tensors: Sequence[Tensor] = ()) -> None:
@@ -87,15 +96,44 @@ class SupervisorLink:
                 raise WaitedTooLong("the supervisor", limit, what)
 
 
+class AgentLink:
+    """The connection to the agent of this host, made when it is first needed. Any thread may ask."""
+
+    def __init__(self, spawn: Spawn) -> None:
+        self._around, self._me = spawn.around, Asker(spawn.role, spawn.rank, spawn.life)
+        self._connection: stream.Plain[BufferWanted | Granted | BufferRefused] | None = None
+        self._asking = threading.Lock()
+
+    def ask(self, key: str, size: int) -> Granted | BufferRefused:
+        around = self._around
+        with self._asking:
+            try:
+                if self._connection is None:
+                    sock = stream.dial(around.memory, around.secret, self._me, ASK_SECONDS)
+                    sock.settimeout(ASK_SECONDS)
+                    self._connection = stream.Plain(sock, Granted | BufferRefused, ahead=0)
+                self._connection.send(BufferWanted(key, size))
+                answer = self._connection.receive()
+            except (OSError, stream.Closed) as error:
+                if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
+                    raise WaitedTooLong("the agent of this host", ASK_SECONDS, f"buffer {key}") from error
+                os._exit(ORPHANED)  # it was the supervisor's process, or the supervisor hears of it
+        assert not isinstance(answer, BufferWanted)
+        return answer
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
 class Buffers:
-    """Registered buffers: anonymous memory files made by the supervisor, mapped by whoever asks.
+    """Registered buffers: anonymous memory files made by the host's agent, mapped by whoever asks.
 
     They have no name in any file system, so they vanish with the last process that has them open.
     """
 
-    def __init__(self, link: SupervisorLink, rank: int) -> None:
-        self._link, self._rank = link, rank
-        self._answers = link.box(m.Granted, m.BufferRefused)
+    def __init__(self, agent: AgentLink, rank: int) -> None:
+        self._agent, self._rank = agent, rank
         self._held: dict[str, Tensor] = {}
         self._whole: dict[str, Tensor] = {}  # others', as bytes
         self._spans: list[tuple[int, int, str]] = []  # first byte, past the last, key; of all that is mapped, in order
@@ -112,20 +150,25 @@ class Buffers:
                 self._owned.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name, tensor))
         return self._held[key]
 
+    def existing(self, name: str, numel: int, dtype: torch.dtype, rank: int) -> Tensor:
+        """A buffer that its owner has registered on this host: never a new one, in which there would be zeros."""
+        key = f"{name}#{rank}"
+        if key not in self._held and numel:
+            found = self._open(key, 0).view(dtype)
+            if found.numel() != numel:
+                raise RunFailed(f"buffer {key!r} has {found.numel()} elements where {numel} were expected")
+            self._held[key] = found
+        return self._held[key] if numel else torch.empty(0, dtype=dtype)
+
     def _map(self, key: str, numel: int, dtype: torch.dtype) -> Tensor:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return self._open(key, numel * dtype.itemsize).view(dtype)
 
-    def _ask(self, key: str, size: int) -> m.Granted:
-        self._link.send(m.BufferWanted(key, size))
-        try:
-            answer, _ = self._answers.get(timeout=60)
-        except queue.Empty as error:
-            raise WaitedTooLong("the supervisor", 60, f"buffer {key}") from error
-        if isinstance(answer, m.BufferRefused):
+    def _ask(self, key: str, size: int) -> Granted:
+        answer = self._agent.ask(key, size)
+        if isinstance(answer, BufferRefused):
             raise RunFailed(answer.reason)
-        assert isinstance(answer, m.Granted)
         return answer
 
     def _open(self, key: str, size: int) -> Tensor:

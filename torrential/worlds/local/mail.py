@@ -9,27 +9,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from torrential.comm import stream
 from torrential.comm.post import Contact, Post
 from torrential.comm.protocol import Handle, Letter, Meter, address_of, letter_by_letter
+from torrential.comm.tls import Tls
 from torrential.server.messages import Message, View
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, SupervisorLink
+from torrential.worlds.local.orders import ending
 
 if TYPE_CHECKING:
     from torrential.server.server import Server
-    from torrential.worlds.local.nursery import Spawn
-
-
-def ending(address: int, life: int) -> str:
-    """The ending of buffers' keys that belong to one incarnation: what its predecessor shared may still be read."""
-    return f"~{life}#{address}"
+    from torrential.worlds.local.orders import Spawn
 
 
 def open_post(spawn: Spawn) -> Post:
     """The post at which letters for a role arrive, from the moment that others hear of it."""
-    mine = f"{spawn.address}-{spawn.role}-{spawn.rank}-{spawn.life}"
-    where = "tcp:127.0.0.1:0" if spawn.transport == "tcp" else mine
-    return Post(address_of(spawn.role, spawn.rank), spawn.life, where, spawn.token, Message)
+    around = spawn.around
+    beside = around.address.partition("?")[0]  # the supervisor's address, without its challenge
+    mine = f"{beside}-{spawn.role}-{spawn.rank}-{spawn.life}"
+    where = stream.tcp_address(around.interface, 0) if around.transport == "tcp" else mine
+    tls = None if spawn.identity is None else Tls(spawn.identity)
+    return Post(address_of(spawn.role, spawn.rank), spawn.life, where, around.secret, Message, tls)
 
 
 def _is_ping(letter: Letter) -> bool:
@@ -51,7 +52,7 @@ class LocalMail:
         self.view = View(-1, (), ())
         self._began = time.monotonic()
         self.first: int | None = None  # the version of the first view heard of
-        self._lives: dict[int, int] = {}
+        self.lives: dict[int, int] = {}
         self._pinged = False  # asked whether this role gets on
         self._receiving = False
         post.memory = buffers if shares_memory else None
@@ -60,13 +61,14 @@ class LocalMail:
 
     def _changed(self, item: tuple[m.Roster, list[Tensor]]) -> None:
         roster, _ = item
-        self.view, self._began = roster.view, roster.began
-        self.first = self.first or roster.view.version
         self._post.know({address: Contact(where, life) for address, where, life in roster.contacts})
         for address, _, life in roster.contacts:
-            if life > self._lives.setdefault(address, life):
-                self._buffers.forget(ending(address, self._lives[address]))
-                self._lives[address] = life
+            if life > self.lives.setdefault(address, life):
+                self._buffers.forget(ending(address, self.lives[address]))
+                self.lives[address] = life
+        self._began = roster.began + self._link.clock
+        self.view = roster.view  # last: whoever reads it knows where these are
+        self.first = self.first or roster.view.version
         self._post.announce(roster.view)
 
     # -- whether it gets on ---------------------------------------------------------------------------------------
@@ -104,6 +106,9 @@ class LocalMail:
         self.meter.communicate += time.perf_counter() - began
         self.meter.bytes_sent += sum(t.nbytes for t in tensors)
         return handle
+
+    def second_post(self, listen: str, messages: Any) -> Post:
+        return self._post.beside(listen, messages)
 
     def land(self, where: Callable[[Any], Sequence[Tensor] | None]) -> None:
         self._post.landing = where

@@ -37,13 +37,7 @@ class Hello(MemberMessage, frozen=True):
     role: str  # "worker", "server", "coordinator" or "observer"
     rank: int
     life: int
-    pid: int
     contact: str  # where letters reach it; "": nowhere
-
-
-class BufferWanted(MemberMessage, frozen=True):
-    key: str
-    size: int  # bytes; 0: what it has, if it is there; -1: a file that is empty at first and may grow
 
 
 class Recorded(MemberMessage, frozen=True):
@@ -60,29 +54,16 @@ class Failed(MemberMessage, frozen=True):
 
 
 # -- from the supervisor --------------------------------------------------------------------------------------------
-class Granted(MemberMessage, frozen=True):
-    key: str
-    pid: int
-    fd: int
-
-
-class BufferRefused(MemberMessage, frozen=True):
-    """The buffer that was asked for cannot be had."""
-
-    key: str
-    reason: str
-
-
 class Noted(MemberMessage, frozen=True):
     """The record that you sent is in the file."""
 
 
 FromChild = (
-    Hello | BufferWanted | Stopped | Standing | Recorded | SnapshotTaken | OwnStates | SnapshotDone | Suspect | Overdue
+    Hello | Stopped | Standing | Recorded | SnapshotTaken | OwnStates | SnapshotDone | Suspect | Overdue
     | Relieved | Ready | Filled | Pong | Alive | Left | Delayed | Failed | Stop | StopAsked
 )  # fmt: skip
 ToChild = (
-    Granted | BufferRefused | Regroup | AllStopped | Go | Roster | Stop | Gone | Back | Noted | Ping | Probe | Finish
+    Regroup | AllStopped | Go | Roster | Stop | Gone | Back | Noted | Ping | Probe | Finish
     | Dismissed | SnapshotTaken | OwnStates | SnapshotDone
 )  # fmt: skip
 Any = FromChild | ToChild

@@ -17,39 +17,12 @@ import sys
 import traceback
 from typing import NoReturn
 
-import msgspec
-
 from torrential import processes
-from torrential.comm import wire
+from torrential.comm import stream
+from torrential.worlds.local.orders import Born, End, Ended, Spawn, ToNursery
 
 _SHORT = {"coordinator": "coord"}  # the kernel keeps 15 characters of a name
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-
-
-class Spawn(msgspec.Struct, frozen=True, tag=True):
-    role: str
-    rank: int
-    life: int
-    address: str  # the address of the supervisor
-    token: bytes
-    parcel: tuple[int, int, int]  # the supervisor's pid, and two of its descriptors
-    transport: str
-    loaders: int = 0  # processes that prepare a worker's batches
-
-
-class Born(msgspec.Struct, frozen=True, tag=True):
-    role: str
-    rank: int
-    life: int
-    pid: int
-
-
-class Ended(msgspec.Struct, frozen=True, tag=True):
-    pid: int
-    status: int  # exit code, or minus the signal
-
-
-Message = Spawn | Born | Ended
 
 
 def keep_freed_memory() -> None:
@@ -112,40 +85,52 @@ def main(fd: int) -> None:
 def serve(fd: int) -> None:
     """Fork on demand until the supervisor is gone."""
     sock = socket.socket(fileno=fd)
-    connection: wire.Connection[Message] = wire.Connection(sock, Message, ahead=0)
+    connection: stream.Plain[ToNursery | Born | Ended] = stream.Plain(sock, ToNursery, ahead=0)
     selector = selectors.DefaultSelector()
     selector.register(sock, selectors.EVENT_READ, None)
     children: dict[int, int] = {}  # pid -> pidfd
+    orders: dict[int, Spawn] = {}  # pid -> what it was begun with
     me = os.getpid()
     try:
         while True:
             for key, _ in selector.select():
                 if key.fileobj is sock:
-                    spawn, _tensors = connection.receive()
-                    assert isinstance(spawn, Spawn)
+                    order = connection.receive()
+                    if isinstance(order, End):
+                        _end(order, orders)
+                        continue
+                    assert isinstance(order, Spawn)
                     pid = os.fork()
                     if pid == 0:
                         sock.close()
                         selector.close()
                         for other in children.values():
                             os.close(other)
-                        _become(spawn, me)
-                    children[pid] = os.pidfd_open(pid)
+                        _become(order, me)
+                    children[pid], orders[pid] = os.pidfd_open(pid), order
                     selector.register(children[pid], selectors.EVENT_READ, pid)
-                    connection.send(Born(spawn.role, spawn.rank, spawn.life, pid))
+                    connection.send(Born(order.role, order.rank, order.life))
                 else:
                     pid = key.data
                     selector.unregister(key.fileobj)
                     os.close(children.pop(pid))
+                    order = orders.pop(pid)
                     _, status = os.waitpid(pid, 0)
-                    connection.send(Ended(pid, os.waitstatus_to_exitcode(status)))
-    except wire.Closed:
+                    code = os.waitstatus_to_exitcode(status)
+                    connection.send(Ended(order.role, order.rank, order.life, code))
+    except stream.Closed:
         pass  # the supervisor is gone, or done with us
     finally:
         for pid in children:
             os.kill(pid, signal.SIGKILL)
         for pid in children:
             os.waitpid(pid, 0)
+
+
+def _end(order: End, orders: dict[int, Spawn]) -> None:
+    for pid, spawn in orders.items():  # each is a child that nobody has waited for, so the pid is still its own
+        if (spawn.role, spawn.rank, spawn.life) == (order.role, order.rank, order.life):
+            os.kill(pid, signal.SIGKILL)
 
 
 def serve_and_exit(fd: int, parent: int) -> NoReturn:

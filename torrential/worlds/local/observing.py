@@ -22,10 +22,10 @@ TELL_SECONDS = 10.0  # between two signs that an evaluation goes on
 NICENESS = 5  # evaluation gives way to training where cores are short
 
 
-def observe(job: Job, link: SupervisorLink) -> None:
+def observe(job: Job, link: SupervisorLink, buffers: Buffers) -> None:
     os.nice(NICENESS)
     torch.set_num_threads(1)
-    role = LocalObserving(job, link)
+    role = LocalObserving(job, link, buffers)
     while not role.dismissed:
         role.take_one()
         role.work()
@@ -33,12 +33,11 @@ def observe(job: Job, link: SupervisorLink) -> None:
 
 
 class LocalObserving(Observing):
-    def __init__(self, job: Job, link: SupervisorLink) -> None:
+    def __init__(self, job: Job, link: SupervisorLink, buffers: Buffers) -> None:
         observer = Observer(job.task, job.config, job.strategy, torch.device(job.config.device), job.directory)
         super().__init__(observer)
-        self._link = link
+        self._link, self._buffers = link, buffers
         self._inbox = link.box(SnapshotTaken, m.OwnStates, m.Gone, m.Back, m.Noted, m.Stop, m.Dismissed)
-        self._buffers = Buffers(link, -1)
         observer.gets_on = self._get_on
         self._told = time.monotonic()
 
@@ -58,8 +57,12 @@ class LocalObserving(Observing):
             pass
 
     def vectors(self, taken: SnapshotTaken, tensors: Sequence[Tensor]) -> Vectors:
+        """They have come beside the message, if the worker may be on another host; else they lie in its buffers."""
+        if len(tensors) > len(taken.rest):
+            sent = tensors[: len(tensors) - len(taken.rest)]
+            return {name: tensor for (name, *_), tensor in zip(taken.vectors, sent, strict=True)}
         return {
-            name: self._buffers.get(f"snapshot{taken.slot}/{name}", numel, getattr(torch, dtype), taken.rank)
+            name: self._buffers.existing(f"snapshot{taken.slot}/{name}", numel, getattr(torch, dtype), taken.rank)
             for name, numel, dtype in taken.vectors
         }
 

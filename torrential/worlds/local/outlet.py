@@ -21,12 +21,20 @@ PATIENCE_SECONDS = 600.0
 
 
 class LocalOutlet:
-    """Snapshots are copied into one of two registered slots; when both are still being read, the worker waits."""
+    """Snapshots are copied into one of two registered slots, or sent as bytes where the observer may be on another
+    host; when two are still being read, the worker waits."""
 
     def __init__(
-        self, rank: int, link: SupervisorLink, buffers: Buffers, meter: Meter, check: Callable[[], None]
+        self,
+        rank: int,
+        link: SupervisorLink,
+        buffers: Buffers,
+        meter: Meter,
+        check: Callable[[], None],
+        apart: bool = False,
     ) -> None:
         self._rank, self._link, self._buffers, self._meter, self._check = rank, link, buffers, meter, check
+        self._apart = apart  # whether the observer may be on another host
         self._returned = link.box(m.SnapshotDone)
         self._free: list[int] = []  # the supervisor says which
 
@@ -38,15 +46,15 @@ class LocalOutlet:
 
     def snapshot(self, snapshot: Snapshot, flat: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> None:
         slot = self._slot()
-        vectors = []
-        for name, vector in flat.items():
-            copy = self._buffers.get(f"snapshot{slot}/{name}", vector.numel(), vector.dtype, self._rank)
-            copy.copy_(vector)
-            vectors.append((name, vector.numel(), str(vector.dtype).removeprefix("torch.")))
-        self._link.send(
-            m.SnapshotTaken(self._rank, slot, snapshot, vectors, list(rest)),
-            [_host(t) for t in rest.values()],
-        )
+        vectors = [(name, v.numel(), str(v.dtype).removeprefix("torch.")) for name, v in flat.items()]
+        beside = [_host(t) for t in rest.values()]
+        if self._apart:
+            beside = [*(_host(v) for v in flat.values()), *beside]
+        else:
+            for name, vector in flat.items():
+                copy = self._buffers.get(f"snapshot{slot}/{name}", vector.numel(), vector.dtype, self._rank)
+                copy.copy_(vector)
+        self._link.send(m.SnapshotTaken(self._rank, slot, snapshot, vectors, list(rest)), beside)
 
     def _slot(self) -> int:
         self._collect()

@@ -24,16 +24,16 @@ from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import SupervisorLink
 
 if TYPE_CHECKING:
-    from torrential.worlds.local.nursery import Spawn
+    from torrential.worlds.local.orders import Spawn
 
 
-def use_device(config: RunConfig, rank: int) -> torch.device:
-    """Threads and the device of a worker."""
+def use_device(config: RunConfig, spawn: Spawn) -> torch.device:
+    """Threads and the device of a worker, of which its host has several."""
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(config.settings.threads or max(1, cores // config.workers))
+    torch.set_num_threads(config.settings.threads or max(1, cores // spawn.beside))
     device = torch.device(config.device)
     if device.type == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+        device = torch.device("cuda", spawn.seat % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return device
 
@@ -42,12 +42,12 @@ def use_device(config: RunConfig, rank: int) -> torch.device:
 def play_script(
     job: Job,
     loop: OwnLoop,
-    rank: int,
+    spawn: Spawn,
     link: SupervisorLink,
     build: Callable[[session.WorkerRun], RoleContext],
 ) -> None:
     """Run the script; the strategy's program begins at its first batch."""
-    config = job.config
+    config, rank = job.config, spawn.rank
     roles = job.strategy.roles(config.workers, config.servers)
     program = next(role.program for role in roles if isinstance(role, Role) and role.name == "worker")
     link.route(lambda item: None, m.Noted)  # a report is on record: nobody waits for that
@@ -62,7 +62,7 @@ def play_script(
     )
     if rank or not loop.prints:
         print_to(job.directory / f"worker-{rank}.log")
-    device = use_device(config, rank)
+    device = use_device(config, spawn)
     seed_all(device, config.seed, 0)
     session.enter(run)
     try:
@@ -85,7 +85,7 @@ def print_to(path: Path) -> None:
 def try_script(spawn: Spawn) -> int:
     """Run a script up to its first batch, and put what it has prepared, or what is wrong with it, into the parcel that
     it came in."""
-    script, workers, seed = shipping.unpack_from(*spawn.parcel)
+    script, workers, seed = shipping.unpack_from(*spawn.around.parcel)
     print_to(Path(os.devnull))
     seed_all(torch.device("cpu"), seed, 0)
     try:
@@ -94,7 +94,7 @@ def try_script(spawn: Spawn) -> int:
         found = error
     except BaseException as error:  # a script may raise anything
         found = failed(f"{script.name} raised", error)
-    with shipping.opened(*spawn.parcel) as fds:
+    with shipping.opened(*spawn.around.parcel) as fds:
         for fd in fds:
             os.truncate(fd, 0)
         shipping.fill(fds, found)

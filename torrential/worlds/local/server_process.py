@@ -13,19 +13,19 @@ from torrential.server.server import Server
 from torrential.trainer.server_plan import ServerPlan
 from torrential.worlds.base import Job
 from torrential.worlds.local import messages as m
-from torrential.worlds.local.link import Buffers, SupervisorLink
+from torrential.worlds.local.link import AgentLink, Buffers, SupervisorLink
 from torrential.worlds.local.mail import ServerMail
 from torrential.worlds.local.nursery import return_freed_memory
 
 
-def serve(job: Job, number: int, link: SupervisorLink, post: Post) -> None:
+def serve(job: Job, number: int, link: SupervisorLink, agent: AgentLink, post: Post) -> None:
     config = job.config
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.settings.threads or max(1, cores // max(config.workers, config.servers)))
     plan = ServerPlan(job.task, config, job.strategy, job.checkpoint)
     address, shared = SERVERS + number, config.local.transport == "shared"
-    mail = ServerMail(address, link, Buffers(link, address), post, shared)
-    link.send(m.Ready(plan.numel, plan.bounds))
+    mail = ServerMail(address, link, Buffers(agent, address), post, shared)
+    link.send(m.Ready(plan.numel, plan.bounds, list(plan.shares.starts)))
     link.until(lambda: mail.first is not None or link.dismissed, "the first view", 1e9)
     begins = mail.first == 1  # else the others have all there is
     mail.server = Server(
@@ -36,6 +36,7 @@ def serve(job: Job, number: int, link: SupervisorLink, post: Post) -> None:
         initial=plan.initial() if begins else None,
         handlers=plan.handlers,
         vectors=plan.servers.vectors,
+        shares=plan.shares,
         filled=lambda version: link.send(m.Filled(version)),
     )
     gc.set_threshold(20_000)  # letters are small objects, and refer to none that refer to them

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 
-from torch import Tensor
+from torch import Tensor, dtype
 
+from torrential.comm.carrier import members_of_group
 from torrential.comm.channel import Key
 from torrential.comm.outbox import Outgoing
 from torrential.comm.points import PointToPoint
@@ -22,6 +23,7 @@ from torrential.membership.regrouping import leave, meet
 from torrential.trainer.backward import FORWARD, GradientWork
 from torrential.worlds.sim.group import SimMembership
 from torrential.worlds.sim.mail import ADD, COPY, HEADER, Hub, SimMail, as_now
+from torrential.worlds.sim.work_thread import WorkThread
 
 PAUSE_SECONDS = 1.0  # of virtual time, between looks at the clock
 MEMORY = 1e-10  # seconds per byte added up, where nothing else is known
@@ -115,6 +117,7 @@ class SimComm(SimMail):
         self.together = False  # whether they all see the same memory
         self.generation = 0
         self._newest = 0  # generation that was called
+        self._check_joined: Callable[[], None] = lambda: None
         self._words: list[m.Go | m.AllStopped] = []
         self._dismissed = self._asked = False
         self.channel = SimChannel(self)
@@ -124,9 +127,10 @@ class SimComm(SimMail):
         self._points = PointToPoint(self.channel, self.meter, self.check, config.settings.timeout, self)
         self._seconds_per_sample, self._batch = seconds_per_sample, 0
         self._later: list[tuple[float, Callable[[], None]]] = []
+        self._thread: WorkThread | None = None
 
     # -- computing ------------------------------------------------------------------------------------------------
-    def compute(self, samples: float, work: Callable[[], T]) -> T:
+    def compute(self, samples: float, work: Callable[[], T], *, waits: bool = False) -> T:
         cluster, began, pool = self.hub.cluster, self.now(), self.hub.pool
         seconds = cluster.compute.seconds_per_step + samples * self._seconds_per_sample
         seconds *= cluster.factor(self._config.seed, self.rank, self._batch)
@@ -146,6 +150,9 @@ class SimComm(SimMail):
                     pool.forget(job)
                     raise
                 result = pool.finish(job)
+        elif waits:
+            self._thread = WorkThread()
+            result = self._thread.run(work)
         else:
             result = work()
         later, self._later = self._later, []
@@ -157,6 +164,10 @@ class SimComm(SimMail):
         self.span("compute", began)
         self.hub.computed(samples)
         return result  # type: ignore[no-any-return]
+
+    def within_work(self, wait: Callable[[], T]) -> T:
+        assert self._thread is not None, "nothing is computed"
+        return self._thread.outside(wait)
 
     def reached(self, share: float, then: Callable[[], None]) -> None:
         self._later.append((share, then))
@@ -195,7 +206,7 @@ class SimComm(SimMail):
 
     # -- groups, and one member to another ---------------------------------------------------------------------------
     def group(self, ranks: Sequence[int]) -> SimGroup:
-        members = tuple(sorted(ranks))
+        members = members_of_group(self.rank, ranks, self.members)
         if members not in self._groups:
             carrier = ScheduledCarrier(
                 self.rank,
@@ -219,6 +230,17 @@ class SimComm(SimMail):
     def recv(self, into: Tensor, source: int, tag: str = "") -> Handle:
         return self._points.recv(into, source, tag)
 
+    def pass_on(self, tensor: Tensor, to: int, tag: str, room: int) -> Handle:
+        return self._points.pass_on(tensor, to, tag, room)
+
+    def take(self, sizes: Sequence[int], kind: dtype, source: int, tag: str, room: int) -> Handle:
+        return self._points.take(sizes, kind, source, tag, room)
+
+    def join(self, members: Sequence[int], era: int, check: Callable[[], None]) -> None:
+        self.members, self._check_joined = tuple(members), check
+        self.channel.regroup(era)
+        self._points.regroup(self.rank, self.members, era)
+
     # -- membership -----------------------------------------------------------------------------------------------
     def hear(self, message: Any) -> None:
         match message:
@@ -235,6 +257,7 @@ class SimComm(SimMail):
         self.channel.tell()
 
     def check(self) -> None:
+        self._check_joined()
         if self._newest > self.generation:
             raise Regrouped(self._newest)
 
@@ -245,7 +268,7 @@ class SimComm(SimMail):
         self.together = self.hub.shared and self._alone
         self.channel.regroup(self.generation)
         self.carrier.regroup(self.generation, self.members)
-        self._points.regroup(self.rank, self.members)
+        self._points.regroup(self.rank, self.members, self.generation)
         self._groups.clear()
         return Agreement(self.generation, self.members, go.source, go.applied, tuple(go.behind))
 

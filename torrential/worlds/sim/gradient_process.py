@@ -11,6 +11,7 @@ import torch
 from msgspec.msgpack import decode, encode
 from torch import Tensor
 
+from torrential.compute.recompute import recompute
 from torrential.optim.recipe import adapt_model
 from torrential.shipping import unpack
 from torrential.task import Task, build_model
@@ -30,7 +31,10 @@ class Computing:
             raise ValueError(f"its model is another one there ({len(tensors)} tensors, not {len(welcome.form)})")
         for tensor, form in zip(tensors, welcome.form, strict=True):
             tensor.data = formed(tensor, form)
-        self._gradients = Gradients(task, self._model, torch.device("cpu"), config.seed)
+        recompute(self._model, config)
+        self._gradients = Gradients(
+            task, self._model, torch.device("cpu"), config.seed, precision=config.settings.precision
+        )
         self._slots = Slots(self._model, memory)
         self._parameters = list(self._model.parameters())
         self._early: list[int] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from torrential.worlds.sim.cores import Cores
 from torrential.worlds.sim.gradient_pool import GradientPool
 from torrential.worlds.sim.kernel import Kernel, SimRole
 from torrential.worlds.sim.network import Network
-from torrential.worlds.sim.trace import Trace
+from torrential.worlds.trace import NOTHING, Trace
 
 HEADER = 120  # bytes of a message besides its tensors
 TICK = 1e-9  # seconds; a wait is never so short that the clock does not move
@@ -54,6 +54,7 @@ class Hub:
         self.kernel, self.cluster, self.seed, self.trace, self.memory = kernel, cluster, seed, trace, memory
         self.network = Network(kernel, cluster.network, trace)
         self.mails: dict[int, SimMail] = {}  # by address; the living
+        self.common: dict[int, dict[str, Tensor]] = {}  # by host: memory that all of its roles see, by name
         self.posted: Callable[[int, int, Letter], None] | None = None  # told of every letter, from whom to whom
         self._chance = Random(f"letters {seed}")
         self._held: dict[tuple[int, int], float] = {}  # until when the last letter of a pair was
@@ -112,6 +113,7 @@ class SimMail:
         self.role: SimRole  # whose mail this is
         self.meter = Meter(clock=self.now)
         self.view = View(-1, (), ())
+        self.lives: dict[int, int] = {}
         self._stop = False
         self.resend = RESEND_SECONDS if hub.lossy else None
         self._inbox: deque[Letter] = deque()
@@ -145,10 +147,14 @@ class SimMail:
         other = self.hub.mails.get(address)
         return other is not None and other.host == self.host
 
-    def span(self, what: str, began: float) -> None:
+    @property
+    def traced(self) -> bool:
+        return self.hub.trace is not None
+
+    def span(self, what: str, began: float, about: Mapping[str, float] = NOTHING) -> None:
         """Put into the trace what this role did until now."""
         if self.hub.trace is not None:
-            self.hub.trace.span(self.host, self.address, what, began, self.now())
+            self.hub.trace.span(self.host, self.address, what, began, self.now(), about)
 
     def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -157,10 +163,12 @@ class SimMail:
     def buffer(
         self, name: str, numel: int, dtype: torch.dtype, *, common: bool = False, rank: int | None = None
     ) -> Tensor:
-        assert not common and rank in (None, self.address), "memory is not shared here"
-        if name not in self._buffers:
-            self._buffers[name] = torch.zeros(numel, dtype=dtype, device=self.hub.memory)
-        return self._buffers[name]
+        assert rank in (None, self.address), "nobody sees the memory of another role here"
+        buffers = self.hub.common.setdefault(self.host, {}) if common else self._buffers
+        if name not in buffers:
+            counts = common and not dtype.is_floating_point  # which are kept where nothing is computed, too
+            buffers[name] = torch.zeros(numel, dtype=dtype, device="cpu" if counts else self.hub.memory)
+        return buffers[name]
 
     # -- letters --------------------------------------------------------------------------------------------------
     def post(self, to: int, message: Any, tensors: Sequence[Tensor] = ()) -> Handle:
@@ -176,6 +184,7 @@ class SimMail:
     def hear(self, message: Any) -> None:
         """Take a message of the membership."""
         if isinstance(message, m.Roster):
+            self.lives = {address: life for address, _, life in message.contacts}
             self.deliver(Letter(-1, message.view, []))
         elif isinstance(message, m.Stop):
             self._stop = True
@@ -217,8 +226,9 @@ class SimMail:
             self.role.wait(timeout and max(timeout, TICK))
         finally:
             self._reader = None
-        if self._failure is not None:
-            raise self._failure
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
         if not self._enough:
             self._waited(None)
         return self._enough

@@ -19,7 +19,7 @@ from typing import Any
 from torrential.comm.protocol import SERVERS, role_name
 from torrential.worlds.sim.cluster import NetworkCosts
 from torrential.worlds.sim.kernel import Kernel
-from torrential.worlds.sim.trace import IN, OUT, Trace
+from torrential.worlds.trace import IN, OUT, Trace
 
 SMALL = 16_384  # bytes
 TINY = 1_024  # nothing to deal with

@@ -6,11 +6,14 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from torrential import shipping
 from torrential.comm.protocol import SERVERS, role_name, role_of
 from torrential.errors import RunFailed
 from torrential.membership.machine import Membership
@@ -23,6 +26,7 @@ from torrential.server.server import Server
 from torrential.strategies.base import needs_servers
 from torrential.strategies.roles import Role
 from torrential.trainer.context import RoleContext
+from torrential.trainer.handed import handed_over
 from torrential.trainer.observer import Observer
 from torrential.trainer.server_plan import ServerPlan
 from torrential.usercode import is_interrupt
@@ -39,7 +43,7 @@ from torrential.worlds.sim.kernel import Kernel, SimRole
 from torrential.worlds.sim.mail import Hub, SimMail
 from torrential.worlds.sim.outlet import SimObserving, SimOutlet
 from torrential.worlds.sim.timed import TimedMail, TimedParameters, TimedServer
-from torrential.worlds.sim.trace import Trace
+from torrential.worlds.trace import Trace
 
 TICK_SECONDS = 0.1  # real ones, between two looks of whoever watches
 YOUNG = 10_000  # objects before the youngest of them are looked through for garbage: messages are no garbage in cycles
@@ -78,11 +82,15 @@ class SimWorld:
         torch.set_num_threads(job.config.settings.threads or 1)
         dry = job.config.sim.gradients == "off"
         gc.set_threshold(YOUNG_AND_EMPTY if dry else YOUNG, *thresholds[1:])
-        run = _Simulation(job, self._cluster, write, watcher, stop_reason, self._observer, self._watch)
         try:
-            run.simulate()
+            with handed_over(job.task, job.config, job.strategy, write) as handed:
+                job = replace(job, handed=handed)
+                run = _Simulation(job, self._cluster, write, watcher, stop_reason, self._observer, self._watch)
+                try:
+                    run.simulate()
+                finally:
+                    run.close()
         finally:
-            run.close()
             torch.set_num_threads(threads)
             gc.set_threshold(*thresholds)
 
@@ -203,7 +211,7 @@ class _Simulation:
         if role == "server":
             self._start_server(who)
             bounds = self._plan.bounds
-            return Ready(self._plan.numel, None if bounds is None else list(bounds))
+            return Ready(self._plan.numel, None if bounds is None else list(bounds), list(self._plan.shares.starts))
         self._start_program(who)
         return Ready()
 
@@ -242,6 +250,7 @@ class _Simulation:
                 going_on_from(self._job, role.death, life),
                 life,
                 timed,
+                handed=None if self._job.handed is None else partial(shipping.unpack_from, *self._job.handed),
             )
             self._built(address, ctx)
             if role.death == "view" or role.name != "worker":
@@ -281,6 +290,7 @@ class _Simulation:
                 initial=initial,
                 handlers=plan.handlers,
                 vectors=plan.servers.vectors,
+                shares=plan.shares,
                 filled=lambda version: self._group.tell(who, Filled(version)),
             )
             self._built(address, server)

@@ -1,0 +1,1 @@
+"""How a step is computed: what is kept for backward and what is computed again, and what that takes of memory."""
