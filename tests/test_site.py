@@ -43,7 +43,7 @@ def test_every_page_is_in_the_navigation_once(site_pages: ModuleType, site: Path
     pages = sorted(page.relative_to(site / "source").as_posix() for page in (site / "source").rglob("*.md"))
     assert sorted(found) == pages and len(pages) > 30
     assert [next(iter(section)) for section in site_pages.navigation()] == [
-        "Start", "Guides", "Examples", "Results", "Project",
+        "Start", "Guides", "Examples", "Results", "Internals", "Project",
     ]  # fmt: skip
 
 

@@ -200,7 +200,7 @@ def _with_the_scripts_optimizer(found: Resolved, options: dict[str, Any], strate
 
 # -- the task that stands for a script --------------------------------------------------------------------------------
 class _Samples(Dataset[Any]):
-    """The samples of a script's loader, by their number alone: nobody but the script has them."""
+    """The samples of a script's loader, by their number alone: only the script has them."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -13,9 +13,9 @@ from torrential.errors import BadInput
 def lock_directory(directory: Path, what: str, seconds: float = 0.0) -> int:
     """Lock a directory for this process; returns the descriptor that holds the lock until it is closed.
 
-    The lock is on the directory itself: it can be had before anything is in there, so whatever is decided by looking
-    into it is decided by one process, and it leaves nothing behind. `what`: a run or a study, for the message;
-    `seconds`: how long to wait for whoever holds it, who may be at their end.
+    The lock is on the directory itself: it can be had before anything is in there, so a decision that is made by
+    looking into it is decided by one process, and it leaves nothing behind. `what`: a run or a study, for the message;
+    `seconds`: how long to wait for the holder of the lock, which may be about to end.
     """
     deadline = time.monotonic() + seconds
     while True:

@@ -84,9 +84,9 @@ def run_in_child(work: Callable[[], int]) -> tuple[int, bool]:
     """Do `work`, which gives an exit code, in a forked child; return the child's exit code (minus the signal's number
     if one ended it), and whether `work` came to its end.
 
-    Whatever calls os._exit in `work`, or crashes, ends the child alone: the parent is there to say so. An interrupt at
-    the terminal reaches both, and what other processes send to the parent is passed on. Only the child returns by
-    leaving the interpreter.
+    If `work` calls os._exit or crashes, only the child ends: the parent is there to report it. An interrupt at the
+    terminal reaches both, and what other processes send to the parent is passed on. Only the child returns by leaving
+    the interpreter.
     """
     global _progress
     _progress = progress = mmap.mmap(-1, _WHERE + _LONGEST)  # shared

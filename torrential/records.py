@@ -125,7 +125,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="work"):
-    """What became of the portions of one batch, where a coordinator deals them to workers."""
+    """The counts of one batch's portions, where a coordinator deals them to workers."""
 
     time: Seconds
     step: Count
@@ -282,8 +282,8 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
 def trim_records(path: str | os.PathLike[str], step: int) -> list[Record]:
     """Takes the file back to `step`, before a resumed run appends to it; gives the records that stay.
 
-    Goes: whatever has a later step, any summary, a last line cut short. Stays: the rest, bytes unchanged, records
-    without a step included. A missing file has no records: a run may die before it writes the first.
+    It removes records of later steps, any summary, and a last line cut short. All other records stay, with unchanged
+    bytes, records without a step included. A missing file has no records: a run may die before it writes the first.
     """
     path = Path(path)
     if not path.exists():
@@ -315,7 +315,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Whether such a process is there and may still write; one that has ended, and that nobody reaped, may not."""
+    """Whether such a process is there and may still write; one that has ended but was not reaped may not."""
     try:
         stat = Path("/proc", str(pid), "stat").read_text()
     except OSError:
@@ -324,7 +324,7 @@ def lives(pid: int) -> bool:
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of what was run, with what, and on what: enough to run it again."""
+    """The record of a run's configuration, versions and machine: enough to run it again."""
 
     format: int = MANIFEST_FORMAT
     torrential: str  # version
@@ -430,7 +430,7 @@ def _usable(path: Path) -> Iterator[None]:
 
 
 def fresh_directory(name: str) -> Path:
-    """Make a directory under runs/ that nobody else has: of this name and the time, numbered where that is taken."""
+    """Make a new directory under runs/: of this name and the time, numbered where that is taken."""
     first = path = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = 1
     with _usable(first):

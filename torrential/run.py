@@ -73,7 +73,7 @@ class Silent:
 
 
 class Audience:
-    """Everybody who watches a run: its display, its patience, and listeners. Implements worlds.base.RunWatcher."""
+    """The watchers of a run: its display, its patience, and listeners. Implements worlds.base.RunWatcher."""
 
     def __init__(self, job: Job, display: Display, listeners: Sequence[Any], history: list[Record]) -> None:
         self._display = display
@@ -329,7 +329,7 @@ def _staleness(steps: list[Step]) -> dict[str, Any]:
 
 
 def planned_steps(job: Job) -> int | None:
-    """The steps that a run takes if nobody dies; None: that is not known, as of a script, which may add gradients of
+    """The steps that a run takes without deaths; None: that is not known, as of a script, which may add gradients of
     several batches up, or take several steps on one."""
     config, deal = job.config, Deal(job.config.samples, job.config.seed)
     if config.epochs >= NO_LIMIT or job.loop is not None:

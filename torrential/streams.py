@@ -1,7 +1,7 @@
 """Standard output and error that outlast their reader.
 
 A terminal that is closed, a pipe whose reader has left, a full disk: writing there raises OSError, and would end a run
-that has hours behind it. A kept stream notes the first such error, falls silent, and lets whoever writes go on.
+that has hours behind it. A kept stream notes the first such error, falls silent, and lets its writer go on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What reaches a terminal: styles of ours, and no command of anybody else's.
+"""Text for a terminal: it has our styles, and no control sequences from elsewhere.
 
 Names of tasks, entries and directories, texts of events and of errors may come from files that others have written. A
 terminal obeys what it finds in them: an escape sequence moves the cursor, hides lines, or writes to the clipboard.
@@ -32,7 +32,7 @@ class Terminal(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def fail(self, message: str) -> None:
-        """Print why a command fails, after whatever a display that was cut short has left."""
+        """Print why a command fails, after the remains of a display that was cut short."""
         self.show_cursor(True)  # which it has hidden
         self.print(f"[red]error:[/red] {escape(message)}", highlight=False, soft_wrap=True)
 

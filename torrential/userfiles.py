@@ -91,9 +91,9 @@ def users_own(path: Path, function: Callable[..., Any], *args: Any) -> Any:
 def check_own(record: Path, spec: str, remedy: str) -> None:
     """Refuse to go on with what is recorded in a directory, unless it is the caller's own.
 
-    The record names a task or a strategy, and loading it may run a file. So nobody else may have written the record, or
-    be able to write to it, its directory, the file, or the file's directory, which it imports from; the last two may
-    belong to root. Nor may anybody else be able to put others in their places, from a directory above them.
+    The record names a task or a strategy, and loading it may run a file. So no other user may have written the record,
+    or be able to write to it, its directory, the file, or the file's directory, which it imports from; the last two may
+    belong to root. Nor may another user be able to replace them, from a directory above them.
     """
     file = Path(split_spec(spec)[0])
     found = [_objection(path, path.stat(), (os.geteuid(),)) for path in (record.parent, record)]
@@ -114,8 +114,8 @@ def _way_to(path: Path) -> Iterator[Path]:
 
 
 def _objection(path: Path, status: os.stat_result, owners: Sequence[int], above: bool = False) -> str | None:
-    """Why somebody else may have changed a file, a directory or a link, or what is in it; None: nobody may. `above`: a
-    directory in which only the entry on the way matters, which a sticky bit protects."""
+    """The reason why another user may have changed a file, a directory or a link, or its contents; None: no other user
+    may. `above`: a directory in which only the entry on the way matters, which a sticky bit protects."""
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid not in owners:
         return f"{path} is not yours (owner: {_user(status.st_uid)})"
@@ -129,7 +129,7 @@ def _objection(path: Path, status: os.stat_result, owners: Sequence[int], above:
 
 
 def _shared_group(number: int) -> str | None:
-    """The name of a group that somebody else is in besides the caller and root, or that nobody knows the members of."""
+    """The name of a group that has members besides the caller and root, or whose members are unknown."""
     try:
         group = grp.getgrgid(number)
     except KeyError:

@@ -49,7 +49,7 @@ class Benchmark(NamedTuple):
 
     @property
     def messages(self) -> str:
-        """The transport that messages go over, whatever `auto` may use."""
+        """The transport that messages go over, also if `auto` uses shared memory."""
         return "unix" if self.transport == "shared" else self.transport
 
 

@@ -21,7 +21,7 @@ from torrential.usercode import place_of, refuse_exit
 def main() -> None:
     """Entry point. The command is carried out in a child: a task's code may end that, and is not this process.
 
-    Without a terminal, when nobody reads what is printed, a run goes on: its records are what counts.
+    Without a terminal a run goes on when its output is no longer read: its records count.
     """
     streams.keep()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

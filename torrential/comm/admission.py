@@ -97,7 +97,7 @@ class Admission:
         return admitted
 
     def stop(self) -> None:
-        """Admit nobody from now on, and wake whoever is in `poll`."""
+        """Admit no more callers, and wake the thread that is in `poll`."""
         self.stopped = True
         with contextlib.suppress(OSError):  # it is not connected to anybody
             self._listener.shutdown(socket.SHUT_RDWR)

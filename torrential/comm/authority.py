@@ -19,7 +19,7 @@ FOREVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)  # "no well-defined exp
 
 
 class Authority:
-    """Its own key never leaves this object, so nobody else signs certificates of the run."""
+    """Signs the certificates of a run. Its key never leaves this object, so nothing else can sign them."""
 
     def __init__(self, name: str = "torrential run") -> None:
         self._name, self._key = _named(name), generate_private_key(SECP256R1())

@@ -34,7 +34,7 @@ class Operation:
         raise NotImplementedError
 
     def lagging(self) -> int:
-        """The rank that keeps this operation from going on; it may itself be waiting for somebody else."""
+        """The rank that keeps this operation from going on; it may itself be waiting for another member."""
         raise NotImplementedError
 
     def in_words(self) -> str:

@@ -22,7 +22,7 @@ class CertificateFiles(NamedTuple):
 
 
 def read_identity(files: CertificateFiles) -> Identity:
-    """What the files hold, which has been tried: whoever has the same is let in with it."""
+    """The contents of the files, tried once: a peer that shows the same certificate is admitted."""
     identity = Identity(*(_content(option, path) for option, path in files._asdict().items()))
     try:
         Tls(identity).try_itself()

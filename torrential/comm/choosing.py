@@ -1,8 +1,8 @@
 """The members of a group agree on one table of costs, and pick from it alike.
 
-A member that picked otherwise than the rest would wait for messages that never come. So whatever enters a decision is
-agreed on first: times are those of the slowest member, the same for all; and after every regrouping the lowest member
-that has a table hands it to everybody, newcomers included, byte for byte.
+A member that chose another algorithm than the rest would wait for messages that never come. So everything that enters a
+decision is agreed on first: times are those of the slowest member, the same for all; and after every regrouping the
+lowest member that has a table hands it to everybody, newcomers included, byte for byte.
 
     regrouped ─► has anybody a table? ── no ──► has the first member one in a file? ── no ──► measure together
                         │ yes                            │ yes                                     │
@@ -93,7 +93,7 @@ def _adding(agree: Agree, data: Tensor, members: int) -> Sample:
 
 
 class Chooser:
-    """Which algorithm for which size, on a transport where there is a choice."""
+    """Chooses the algorithm for each size, on a transport where there is a choice."""
 
     def __init__(
         self, comm: Comm, all_reduce: AllReduce, names: Sequence[str], transport: str, kept: Path | None = None

@@ -94,7 +94,8 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
         return float(factor) * self.model(name, members, nbytes)
 
     def choose(self, nbytes: int, members: int | None = None, among: Iterable[str] | None = None) -> Choice:
-        """The quickest; of equals the first in the table, so that whoever has the same numbers chooses the same."""
+        """The quickest algorithm; of equals the first in the table, so that members with the same numbers choose the
+        same one."""
         names = [n for n in self.names if among is None or n in set(among)]
         count = self.members if members is None else members
         ranked = sorted((self.predict(name, count, nbytes), index) for index, name in enumerate(names))

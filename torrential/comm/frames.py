@@ -113,7 +113,8 @@ class Frames:
             self._make_room(self._held - self._read)
 
     def divert(self) -> None:
-        """Let what is coming in land in fresh memory instead of where it was wanted, with what has come already."""
+        """Put the letter that is being received into fresh memory instead of its place, with the bytes that have come
+        already."""
         if self._letter is None or not self._landed:
             return
         message, tensors = self._letter

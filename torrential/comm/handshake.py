@@ -4,10 +4,10 @@
     caller   ── number, proof, greeting ──► listener      proof  = HMAC(secret, "caller", challenge, number, greeting)
     caller   ◄── answer ───────────────────              answer = HMAC(secret, "listener", challenge, number, greeting)
 
-Callers hear of addresses from the supervisor, so nobody waits for a challenge to come: a caller may write at once, and
+Callers hear of addresses from the supervisor, so no caller waits for a challenge to come: it may write at once, and
 believes nothing that it reads before the answer. A number is good once, so a greeting that was recorded and is said
-again is refused, here as at any other listener, which has another challenge. What is said afterwards is in
-clear, unless all of it is in TLS (comm/tls.py).
+again is refused, here as at any other listener, which has another challenge. What is said afterwards is in clear,
+unless all of it is in TLS (comm/tls.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tensors of one size from one member to another through memory that both see: copied once, and read where they lie.
 
-    sender     find a slot that nobody reads | copy the tensor there, with its type, sizes and number | post it, wake
+    sender     find a slot that is not read | copy the tensor there, with its type, sizes and number | post it, wake
     receiver   sleep until the number is posted | a tensor in the slot ..... the last of it is gone: the slot is free
 
 Messages are numbered from generation << 32 on, so nothing of an earlier generation is taken for a new one. Each word is
@@ -64,7 +64,7 @@ class Lane:
         self._futex, self._number = Futex(), 0
 
     def regroup(self, generation: int) -> None:
-        """Forget what was under way: whoever has read it has given it up."""
+        """Forget messages that are under way: their reader has given them up."""
         self._number, self._filled = generation << 32, [0] * self._slots
 
     def put(self, tensor: Tensor) -> bool:
@@ -89,8 +89,8 @@ class Lane:
         return self._posted[0] >= number
 
     def take(self, number: int) -> Tensor | None:
-        """A message that was posted, where it lies, of the type and sizes that were sent; it is the receiver's as long
-        as anybody has the tensor. None: it comes as a letter."""
+        """A message that was posted, where it lies, of the type and sizes that were sent; the slot is the receiver's as
+        long as the tensor is referenced. None: the message comes as a letter."""
         numbers = self._numbers.tolist()
         if number not in numbers:
             return None

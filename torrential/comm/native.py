@@ -1,7 +1,7 @@
 """All-reduce through torch.distributed: Gloo for host memory, NCCL where each worker has its own GPU.
 
-Members find one another through a file, for torch's own store of that kind listens on all interfaces and asks nobody
-for a token. Both libraries' connections stay on the loopback interface, unless the environment names another one.
+Members find one another through a file, for torch's own store of that kind listens on all interfaces and asks callers
+for no token. Both libraries' connections stay on the loopback interface, unless the environment names another one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NativeCarrier:
         self.complaints: Complaints | None = None  # what is told of long waits, instead of giving up
 
     def regroup(self, members: tuple[int, ...], rendezvous: str) -> None:
-        """`rendezvous` is the path of an empty file that all members can open, and that nobody else can."""
+        """`rendezvous` is the path of an empty file that all members can open, and no other user can."""
         self.close()
         self.members = members
         for name in INTERFACES:

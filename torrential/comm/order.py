@@ -1,4 +1,4 @@
-"""One order for all: things are launched in the order of their places, whatever order they become ready in.
+"""One order for all: operations are launched in the order of their places, in whichever order they become ready.
 
 Workers that start the same operations in different orders wait for one another for ever, or add up what does not
 belong together. Each becomes ready when it likes; it is launched once all before it have been.
@@ -24,7 +24,7 @@ class InOrder:
             self._go()
 
     def finish(self, count: int) -> None:
-        """Launch whatever is left of the first `count`, ready or not."""
+        """Launch all of the first `count` that are not launched yet, ready or not."""
         while self._next < count:
             self._go()
 

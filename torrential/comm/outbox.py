@@ -1,7 +1,7 @@
 """Writing to a stream without ever blocking the caller.
 
-A small frame is written by the caller itself, as far as the kernel takes it at once. Large ones, what is left of a
-small one, and whatever comes behind them go to a thread, which is started when it is first needed.
+A small frame is written by the caller itself, as far as the kernel takes it at once. Large ones, the rest of a small
+one, and all frames behind them go to a thread, which is started when it is first needed.
 """
 
 from __future__ import annotations

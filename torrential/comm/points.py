@@ -1,4 +1,4 @@
-"""Tensors from one member to another, over whatever carries messages between them.
+"""Tensors from one member to another, over any channel that carries messages between them.
 
     member 1   send(activation, to=2, tag="forward") ──►   member 2   recv(into, source=1, tag="forward")
 

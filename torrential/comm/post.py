@@ -1,8 +1,8 @@
 """Letters between any two roles, over unix or tcp sockets: the one transport, which collectives use, too.
 
-Everybody listens. Whoever writes first dials, proves that it knows the run's secret and says who it is; the answer goes
-back on the same connection. If two roles dial each other at the same moment, each goes on writing on the connection it
-has; so letters of one role to another arrive in order.
+Every role listens. The role that writes first dials, proves that it knows the run's secret and names itself; the answer
+goes back on the same connection. If two roles dial each other at the same moment, each goes on writing on its own
+connection; so letters of one role to another arrive in order.
 
 Reading is done in the owner's own thread, from all connections at once, whenever it waits for something: no other
 thread has a hand in a small letter, there or back. While the owner computes, a thread may read in its place
@@ -13,7 +13,7 @@ thread has a hand in a small letter, there or back. While the owner computes, a 
     caller ── letter ───────────► listener
     caller ◄─────────── letter ── listener
 
-A letter for somebody who is gone is lost without a word: whoever needs an answer hears of the death otherwise.
+A letter to a role that is gone is lost without a report: a role that needs an answer learns of the death from the view.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Posted(Outgoing):
 
 
 class _Route(NamedTuple):
-    """What is done with letters of one kind, by whoever reads them, given who sent them."""
+    """The functions that the reading thread calls for letters of one kind, given the sender."""
 
     deliver: Callable[[int, Any, list[Tensor]], None]
     landing: Callable[[int, Any], Sequence[Tensor] | None]
@@ -184,7 +184,7 @@ class Post:
 
     @landing.setter
     def landing(self, where: Landing) -> None:
-        """Of letters that come from now on; those that are coming in land nowhere but in fresh memory."""
+        """Set where tensors of letters land from now on; letters that are being received land in fresh memory."""
         self.divert()
         self._landing = where
 
@@ -269,9 +269,9 @@ class Post:
             self._admit()  # which drops those who have said nothing
 
     def _await(self, deadline: float) -> list[tuple[int, int]]:
-        """Where something is to be read, sooner or later. To be woken up takes longer than a small letter and its
-        answer, so where the last letter came quickly, and there is another core for whoever writes the next, it is
-        looked for again and again for a moment."""
+        """Wait until there is something to read. To be woken up takes longer than a small letter and its answer; so if
+        the last letter came quickly, and there is another core for the writer of the next one, this polls for a
+        moment."""
         began = time.monotonic()
         ready: list[tuple[int, int]] = []
         timeout = min(deadline - began, self._patience(began))
@@ -363,7 +363,7 @@ class Post:
     # -- connections ------------------------------------------------------------------------------------------------
     @property
     def strangers(self) -> int:
-        """Callers that were dropped, and peers that talked nonsense."""
+        """The number of callers that were dropped, and of peers that broke the protocol."""
         return self._admission.strangers
 
     def _add(self, sock: stream.Connected, address: int, life: int, answer: bytes = b"") -> _Line:
@@ -418,8 +418,8 @@ class Post:
 
 
 def _tune(sock: stream.Connected, queue: int) -> None:
-    """Inside a host nothing is lost and nothing far away: short queues, which stay in the cores' caches, and no pacing
-    by whatever this system does for networks."""
+    """Set up a connection inside a host, where nothing is lost and nothing is far away: short queues, which stay in the
+    cores' caches, and no pacing by the system's default congestion control."""
     with contextlib.suppress(OSError):  # the other side is gone, as reading will say; or this system has it not
         if sock.family != socket.AF_UNIX and stream.near(sock.getpeername()[0]):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, queue)

@@ -7,8 +7,8 @@ simulation. Concurrency is by handles: a call that moves data starts it and retu
 dies or joins, `generation` grows by one and every wait in flight raises `Regrouped`.
 
 Besides collectives there are letters, between any two roles. An `address` is a worker's rank, SERVERS + a server's
-number, COORDINATORS + a coordinator's number, or OBSERVER. Whoever lives by letters alone is not interrupted by deaths:
-it reads in the newest `view` who is there.
+number, COORDINATORS + a coordinator's number, or OBSERVER. A role that only exchanges letters is not interrupted by
+deaths: the newest `view` says which members are there.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Handle(Protocol):
 
 
 class Complaints(Protocol):
-    """Those who find out which worker is hung, where a wait is not given up by itself."""
+    """Receives overdue waits, to find out which worker is hung, where a wait has no time limit of its own."""
 
     def overdue(self, rank: int, what: str, seconds: float) -> None:
-        """A wait for a worker (-1: for some worker) has lasted for so long; told again and again. `what` is what it is
-        waited for, as in "worker 1 waits for worker 0 to send a tensor"."""
+        """Report that a wait for a worker (-1: for some worker) has lasted for so long; called again and again. `what`
+        completes a sentence such as "worker 1 waits for worker 0 to send a tensor"."""
 
     def relieved(self) -> None:
-        """A wait that was overdue has ended."""
+        """Report that a wait that was overdue has ended."""
 
 
 class Letter(NamedTuple):
@@ -111,11 +111,11 @@ class Mail(Protocol):
         what is on its way by then is not written there any more."""
 
     def receive(self, timeout: float | None = None) -> Letter | None:
-        """The next letter from anybody, in order of arrival; None after `timeout` seconds. To a server that is to stop
+        """The next letter from any role, in order of arrival; None after `timeout` seconds. To a server that is to stop
         it gives None, too, when no letter is left."""
 
     def read(self, handle: Callable[[Letter], bool | None], timeout: float | None = None) -> bool:
-        """Give every letter to `handle`, which waits for nobody, until it says that this was enough; False when
+        """Give every letter to `handle`, which must not wait, until it returns that this was enough; False when
         `receive` would give None instead of the next one."""
 
     def stop_requested(self) -> bool: ...
@@ -181,32 +181,32 @@ class Comm(Mail, Group, Protocol):
         before more are copied twice."""
 
     def take(self, sizes: Sequence[int], kind: dtype, source: int, tag: str, room: int) -> Handle:
-        """Take over the next tensor that a member passes on under this tag; waits for it. Its memory is the sender's
-        again when nobody here has it any more."""
+        """Take over the next tensor that a member passes on under this tag; waits for it. Its memory goes back to the
+        sender when this role has no reference to it any more."""
 
     def compute(self, samples: float, work: Callable[[], T], *, waits: bool = False) -> T:
-        """Forward and backward over so many samples, or a share of that work. Where time is simulated it takes what it
-        takes there. `waits`: work waits for others on its way, by `within_work`."""
+        """Do forward and backward over so many samples, or a share of that work. In simulated time it takes as long as
+        the cluster says. `waits`: the work waits for other members in between, by `within_work`."""
 
     def within_work(self, wait: Callable[[], T]) -> T:
-        """Wait for others in the middle of the work of `compute`, in forward or in backward."""
+        """Wait for other members in the middle of the work of `compute`, in forward or in backward."""
 
     def reached(self, share: float, then: Callable[[], None]) -> None:
         """Call `then` when this share of `work` is done; from within `work`. Where time is simulated: when that time
         has come."""
 
     def join(self, members: Sequence[int], era: int, check: Callable[[], None]) -> None:
-        """Exchange tensors with these workers from now on, where workers do not regroup: those of them that name the
-        same era, a number that grows. What was sent in earlier ones is thrown away. Waits call `check`, which raises
-        Regrouped if one of them is gone."""
+        """Exchange tensors with these workers from now on, where workers do not regroup. `era` is a growing number:
+        only workers that give the same one exchange tensors, and tensors of earlier eras are thrown away. Waits call
+        `check`, which raises Regrouped if one of them is gone."""
 
     @property
     def traced(self) -> bool:
         """Whether the run is traced; if not, `span` does nothing."""
 
     def span(self, what: str, began: float, about: Mapping[str, float] = ...) -> None:
-        """Put into the trace what this role did from `began` until now. `about`: numbers that are shown with it; of
-        these, `waited` is the seconds of it in which it waited for somebody else."""
+        """Put into the trace what this role did from `began` until now. `about`: numbers that are shown with it; among
+        them `waited`, the seconds in which it waited for another role."""
 
     def check(self) -> None:
         """Raise Regrouped if membership has changed. Waits do this; a role that never waits must."""
@@ -216,13 +216,13 @@ class Comm(Mail, Group, Protocol):
         returns how many steps this one has taken (-1: none, and it has no state yet)."""
 
     def suspect(self, address: int, seconds: float) -> None:
-        """Report that a server has not answered for so long; the world finds out whether it is hung, or whom it waits
-        for."""
+        """Report that a server has not answered for so long; the world finds out whether it is hung, or which member it
+        waits for."""
 
     def leave(self, last: Callable[[], None] | None = None) -> None:
-        """Say that this worker's program is finished; returns when all members' are. Raises Regrouped if one dies
-        before. When all are finished, one of those that have given a `last` thing to do does it, and the others wait
-        for that."""
+        """Report that this worker's program is finished; returns when the programs of all members are. Raises Regrouped
+        if a member dies before. When all are finished, one of the members that have given a `last` function calls it,
+        and the others wait for that."""
 
 
 class Part(NamedTuple):
@@ -235,7 +235,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Agreement:
-    """The outcome of a regrouping: who is in, and whose state is the furthest."""
+    """The outcome of a regrouping: the members, and the member whose state is the furthest."""
 
     generation: int
     members: tuple[int, ...]

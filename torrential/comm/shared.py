@@ -1,8 +1,8 @@
-"""Collectives through shared memory on one host: chunked sums over registered buffers, no copy that nobody needs.
+"""Collectives through shared memory on one host: chunked sums over registered buffers, without needless copies.
 
-Each member has two counters that all can see. `published` = n: its data for operations up to n may be read.
-`reduced` = n: its share of the work for operations up to n is done. A member that must wait sleeps on the counter of
-the one it waits for (a futex), so nobody polls and no wake-up is lost.
+Each member has two counters that all can see. `published` = n: its data for operations up to n may be read. `reduced` =
+n: its share of the work for operations up to n is done. A member that must wait sleeps on the counter of the one it
+waits for (a futex), so no member polls and no wake-up is lost.
 
     all_reduce       publish | every member sums its own slice of all buffers, writes it to all | all reduced: done
     reduce           the same, but written to the root alone
@@ -11,7 +11,7 @@ the one it waits for (a futex), so nobody polls and no wake-up is lost.
                      large vectors: publish | read all buffers | all have read: done
 
 Beside its counter a member writes what each operation is: which collective, of how many elements of what type, with
-what root. Nobody does its work before it has found those of all to be the same.
+what root. No member does its work before it has found those of all members to be the same.
 
 Slices are summed once, by their owner, in ascending order of rank: the same bits everywhere.
 """

@@ -1,5 +1,5 @@
 """Streams between processes: addresses, connecting, and frames of one small typed message each. It needs no torch, so
-that whoever starts and ends processes has none in it.
+that the processes that start and end others need none.
 
     | length, u32 | msgpack of a message |
 
@@ -36,11 +36,11 @@ Connected = socket.socket | TlsSocket
 
 
 class WireError(Exception):
-    """The other side did not speak our protocol."""
+    """Raised when the other side does not speak our protocol."""
 
 
 class Closed(Exception):
-    """The other side closed the connection."""
+    """Raised when the other side has closed the connection."""
 
 
 def write(sock: Connected, frame: list[memoryview], block: bool = True) -> list[memoryview]:
@@ -80,7 +80,7 @@ def decoder_of(header: Any) -> Any:
 class Stream:
     """One stream, from which whole pieces are read. Reading and writing may each be done by one thread at a time.
 
-    `ahead` bytes may be read before they are asked for; whoever sleeps on the socket itself must have none.
+    `ahead` bytes may be read before they are asked for; a caller that sleeps on the socket itself must allow none.
     """
 
     def __init__(self, sock: Connected, ahead: int = AHEAD) -> None:

@@ -85,8 +85,8 @@ def _refuse_to_ask() -> str:
 
 
 class TlsSocket:
-    """One end of a connection. Whoever calls says nothing before hands were shaken: the first write that may block
-    does that, and then calls `on_shaken`, however it went; reading before that is the listener's only."""
+    """One end of a connection. No data is written before the handshake: the first write that may block performs it, and
+    then calls `on_shaken`, also if it has failed; only the listener reads before that."""
 
     family = socket.AF_INET  # or AF_INET6: not a Unix socket, which needs no cipher
 

@@ -1,4 +1,4 @@
-"""The clients of a run, each with samples of its own: who has which, who takes part in a round, and in what order.
+"""The clients of a run: the samples of each, the clients of a round, and the order of their samples.
 
 A client goes through its samples in the order of the epoch (data/deal.py) that it is in by its own count, so one client
 with all samples is dealt what plain training is. Everything is a function of the seed, the round, and how many samples
@@ -27,7 +27,7 @@ class Clients:
     """The clients of a task, and their samples."""
 
     def __init__(self, owners: Tensor, count: int, order: Order) -> None:
-        """`owners`: for each sample the client that has it, -1 for nobody."""
+        """`owners`: for each sample the client that has it, or -1."""
         self._owners, self._order = owners, order
         self.sizes: list[int] = owners[owners >= 0].bincount(minlength=count).tolist()
         self._starts = [0, *np.cumsum(self.sizes).tolist()]

@@ -1,10 +1,10 @@
-"""Who trains on which samples: one global order per epoch, dealt out step by step to whoever takes part.
+"""Deals samples to workers: one global order per epoch, dealt out step by step to the current members.
 
     epoch's order   7 2 9 4 | 0 8 5 | 1 3 6        cursor moves by what each step takes
     members         2 x 2   | 1 x 3 | 3 x 1        and may change between steps: nothing is lost or seen twice
 
-Everyone computes the same order from (seed, epoch), so no message is needed, and (epoch, cursor) is the whole state.
-The order is a shuffle; or one in which neighbours have like lengths; or that of a stream.
+Every member computes the same order from (seed, epoch), so no message is needed, and (epoch, cursor) is the whole
+state. The order is a shuffle; or one in which neighbours have like lengths; or that of a stream.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
              take(a) ◄──────── a batch in a memory file ──      each reads, augments and collates by itself
 
 A request is a place in the epoch's order; the loader has the same task, knows the same order, and seeds its generators
-by that place, so that a batch is the same whoever reads it. A wrong guess costs time and nothing else: what is not
-taken is thrown away, and what was not expected is asked for when it is taken. Each loader has at most two requests
-before it, so that at most two batches for each are held.
+by that place, so that a batch is the same in any process that reads it. A wrong guess costs time and nothing else:
+batches that are not taken are thrown away, and one that was not expected is requested when it is taken. Each loader has
+at most two requests before it, so that at most two batches for each are held.
 
 Loaders are forked by their worker before it has threads, and end with it (processes.py).
 """
@@ -71,7 +71,7 @@ class Loaders:
         self.depth = MOST_ASKED * len(loaders)
 
     def expect(self, places: Sequence[Place]) -> None:
-        """Have these prepared, the first of them first; whatever else was prepared is thrown away."""
+        """Have these batches prepared, in this order; other prepared batches are thrown away."""
         self._expected = list(places)
         self._ready = {place: batch for place, batch in self._ready.items() if place in self._expected}
         self._receive(0.0)

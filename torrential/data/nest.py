@@ -37,8 +37,8 @@ def _fields(value: Any) -> list[dataclasses.Field[Any]]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on a device. On the way to a GPU they pass through pinned memory, so that nobody waits
-    for the copy. What has a method `to` of its own is moved by that."""
+    """A batch with its tensors on a device. On the way to a GPU they pass through pinned memory, so that no caller
+    waits for the copy. What has a method `to` of its own is moved by that."""
     if device.type == "cpu":
         return batch
     pin = device.type == "cuda"

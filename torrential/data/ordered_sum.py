@@ -1,4 +1,4 @@
-"""A sum in a fixed order, whoever adds which part of it: terms are the leaves of one binary tree.
+"""A sum in a fixed order, independent of which worker adds which part: terms are the leaves of one binary tree.
 
        0..7                    Terms that are neighbours in the tree are added, wherever they happen to be; the
   0..3       4..7              rest waits. So rounding is the same for one worker and for a hundred, and whoever

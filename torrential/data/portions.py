@@ -5,9 +5,10 @@
        └───── lost ────┴──────lost───────┘        its worker died
 
 A portion is much smaller than a worker's share of the batch, so that the quick do more of them than the slow. When none
-is waiting, idle workers get copies of those that are still out; whoever is finished first counts, and the others' work
-is thrown away. A result counts from `finished` on, and is in its worker's hands until `safe` says that it outlives that
-worker. Portions go to whoever had them last time, as long as they wait for nobody else: that one has the data.
+is waiting, idle workers get copies of those that are still out; the first result counts, and the others are thrown
+away. A result counts from `finished` on, and is held by its worker until `safe` says that it outlives that worker. A
+portion goes to the worker that had it last time, since that worker has the data, unless another one runs out of work
+first.
 
 This is bookkeeping alone: it sends nothing, and knows the time only as it is told.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Tally:
-    """What became of one batch's portions."""
+    """The counts of one batch's portions."""
 
     portions: int = 0
     copies: int = 0  # portions given to a second worker, or a third
@@ -54,14 +55,14 @@ class Portions:
 
     # -- workers ------------------------------------------------------------------------------------------------------
     def join(self, worker: int, now: float) -> None:
-        """A worker is there, and has nothing to do."""
+        """Note that a worker is there, and has nothing to do."""
         if worker not in self._workers:
             self._queues = None
         self._workers[worker], self._given[worker] = now, set()
 
     def lose(self, worker: int) -> list[int]:
-        """A worker died: what it was computing waits again, if nobody else computes it, and so does what it held.
-        Returns what it held."""
+        """Note a worker's death: the portion that it was computing waits again, unless another worker computes it too,
+        and so do the portions that it held. Returns those that it held."""
         self._workers.pop(worker, None)
         self._given.pop(worker, None)
         self._queues = None
@@ -80,7 +81,7 @@ class Portions:
         return held
 
     def occupy(self, worker: int) -> None:
-        """A worker has something else to do."""
+        """Note that a worker is busy with something else."""
         self._workers[worker] = None
 
     @property
@@ -94,12 +95,13 @@ class Portions:
 
     @property
     def available(self) -> bool:
-        """Whether somebody may be given a portion, or a copy of one."""
+        """Whether there is a portion, or a copy of one, to give."""
         return bool(self._waiting or self._copyable)
 
     @property
     def scarce(self) -> bool:
-        """Whether fewer portions wait than there are workers: what a worker holds back now, all may wait for."""
+        """Whether fewer portions wait than there are workers: all workers may then wait for a result that one holds
+        back."""
         return len(self._waiting) < len(self._workers)
 
     @property
@@ -149,7 +151,8 @@ class Portions:
         return more
 
     def _next(self, worker: int) -> int | None:
-        """Take one that waits: the worker's own, or nobody's, or one of whoever has the most left, from the far end."""
+        """Take a portion that waits: one that this worker had last, or one that no present worker had, or the last of
+        the worker that has most left."""
         if not self._waiting:
             return None
         queues = self._queues = self._by_home() if self._queues is None else self._queues
@@ -169,7 +172,8 @@ class Portions:
         return number
 
     def _by_home(self) -> dict[int, list[int]]:
-        """What waits, by the worker that had it last; what nobody has had yet goes to neighbours."""
+        """The portions that wait, by the worker that had them last; portions that no worker had yet go to
+        neighbours."""
         workers, queues = sorted(self._workers), dict[int, list[int]]()
         for number in sorted(self._waiting):
             home = self._homes.get(number, workers[number * len(workers) // self.count])
@@ -181,7 +185,8 @@ class Portions:
         return next((number for number in self._copyable if worker not in self._out[number]), None)
 
     def finished(self, worker: int, number: int, now: float) -> bool:
-        """A worker has computed a portion, and is idle if it has no other; whether its result counts."""
+        """Note that a worker has computed a portion, and is idle if it has no other; returns whether its result
+        counts."""
         self.finished_late(worker, number, now)
         first = worker in self._out.get(number, ())
         if first:
@@ -194,17 +199,17 @@ class Portions:
         return first
 
     def finished_late(self, worker: int, number: int, now: float) -> None:
-        """A worker has computed a portion of a batch before this one, and is idle if it has no other."""
+        """Note that a worker has computed a portion of an earlier batch, and is idle if it has no other."""
         self._given[worker].discard(number)
         if not self._given[worker]:
             self._workers[worker] = now
 
     def held(self, worker: int) -> list[int]:
-        """What counts, and is in this worker's hands alone."""
+        """The results that count and that only this worker has."""
         return [number for number, holder in self._held.items() if holder == worker]
 
     def hold(self, worker: int, numbers: Iterable[int]) -> None:
-        """Results that count are in this worker's hands, whoever had them."""
+        """Note that this worker holds these results, which count; it replaces any other holder."""
         for number in numbers:
             if number in self._waiting:
                 self._waiting.remove(number)
@@ -215,7 +220,7 @@ class Portions:
         return number in self._waiting
 
     def safe(self, numbers: Sequence[int]) -> None:
-        """These results outlive their workers."""
+        """Note that these results outlive their workers."""
         for number in numbers:
             self._held.pop(number, None)
             self._safe.add(number)
@@ -230,7 +235,7 @@ class Portions:
         return len(self._safe) == self.count
 
     def end(self, now: float) -> Tally:
-        """The batch is complete; what became of its portions."""
+        """End a complete batch; returns the counts of its portions."""
         for worker, since in self._workers.items():
             if since is not None:
                 self.tally.idle[worker] = self.tally.idle.get(worker, 0.0) + now - since

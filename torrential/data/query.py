@@ -1,4 +1,4 @@
-"""What is asked of rows: a statistic of some of them, how two become one, and what is made of all."""
+"""A query on rows: a statistic of some rows, how two statistics become one, and the estimate made of the sum."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Query:
-    """What is asked of the rows. It stands in a task where a training step would."""
+    """A query on rows. It stands in a task in the place of a training step."""
 
     rows: Rows
     statistic: Callable[..., Any]

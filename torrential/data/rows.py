@@ -1,4 +1,4 @@
-"""Rows to take statistics of, however they are given; a worker reads them in portions.
+"""Rows to take statistics of, in any of these forms; a worker reads them in portions.
 
 (x, y)             arrays, tensors or sparse matrices, or a nest of them, each a row for a sample: read where they lie
 data set, Task     items, collated as a task's training data is
@@ -68,7 +68,7 @@ class ItemRows:
 
 
 class PartRows:
-    """What functions read, each a part of the rows."""
+    """Rows that are read by functions, each a part of them."""
 
     in_place = False
 
@@ -85,7 +85,7 @@ class PartRows:
 
 
 def rows_of(data: Any) -> Rows:
-    """The rows of whatever was given."""
+    """The rows of an argument in any of the forms above."""
     if isinstance(data, Task):
         if is_stream(data.train):
             raise BadInput("a stream has no rows to read again; give a data set with __len__ and __getitem__")

@@ -1,12 +1,12 @@
 """Reads a stream by position, as if it could be indexed.
 
-    stream      0 1 2 3 4 5 6 7 8 9 ...        everybody reads all of it, in its own order
+    stream      0 1 2 3 4 5 6 7 8 9 ...        every process reads all of it, in its own order
     this one        2 3     6 7                and keeps what is asked for
 
-Nobody needs to be told who reads what, and no sample is used twice, whoever comes or goes. The cost: each process reads
-the whole stream up to its place, and goes back to the beginning when an earlier sample is asked for (a dead worker's).
-Each epoch begins it anew; `set_epoch` is called before, where it has that. What is random in it is drawn from
-generators of its own, which are seeded at its beginning, so that all processes read the same.
+Processes need no agreement on who reads what, and no sample is used twice when workers come or go. The cost: each
+process reads the whole stream up to its place, and goes back to the beginning when an earlier sample is asked for (a
+dead worker's). Each epoch begins it anew; `set_epoch` is called before, where it has that. What is random in it is
+drawn from generators of its own, which are seeded at its beginning, so that all processes read the same.
 """
 
 from __future__ import annotations

@@ -38,13 +38,13 @@ class RunHandle:
             self._reason = str(reason) if self._reason is None else self._reason
 
     def stop_reason(self) -> str | None:
-        """The reason for which the run is to stop; None if nobody has asked for that."""
+        """The reason for which the run is to stop; None if no listener has asked for that."""
         return self._reason
 
 
 class Listener:
-    """The base of listeners, each of whose methods does nothing. They are called one after the other in a thread that
-    is the listener's own, in the process of whoever called `tt.train`."""
+    """The base of listeners, each of whose methods does nothing. They are called one after the other in a thread of the
+    listener's own, in the process that called `tt.train`."""
 
     def begin(self, run: RunHandle) -> None:
         """The run begins, or goes on where it was resumed."""

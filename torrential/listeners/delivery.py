@@ -1,4 +1,4 @@
-"""Records on their way to listeners, each of which hears them in a thread of its own: a slow one delays nobody.
+"""Records on their way to listeners, each of which hears them in a thread of its own: a slow listener delays no other.
 
     world ── record ──► queue ──► thread: listener.begin, record, record, ..., end
 

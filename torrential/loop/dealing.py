@@ -1,14 +1,14 @@
-"""Which samples a member of a synchronous group has, where what it was dealt cannot be taken from it any more.
+"""The samples of each member of a synchronous group, where a member keeps the samples that it was dealt.
 
 A script computes on its batch before the step is voted on. If a member dies meanwhile, the others keep the batches that
 they have, the step is taken without it, and what it held is dealt again, before anything later:
 
-    roster    0 1 2          members when the round began; a joined batch is cut by it, whoever has died since
+    roster    0 1 2          members when the round began; a joined batch is cut by it, even after deaths
     dealt     a a b b c c    worker 1 dies
-    step      a a     c c    the mean over those who vote
+    step      a a     c c    the mean over the members that vote
     owed          b b        the next joined batch, cut by the members that are left
 
-Everybody computes the same from (epoch, cursor, owed, roster), and those are the whole state.
+Every member computes the same from (epoch, cursor, owed, roster), which is the whole state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class KeptDeal(Deal):
         self.size = len(self.roster) * pieces * batch_size
 
     def ahead(self) -> Iterator[Span]:
-        """Joined batches in order: what is owed, then what nobody was dealt yet, for ever."""
+        """Joined batches in order, without end: first what is owed, then what no member was dealt yet."""
         for epoch, first, last in self.owed:
             for start in range(first, last, self.size):
                 yield epoch, start, min(last, start + self.size)
@@ -65,8 +65,8 @@ class KeptDeal(Deal):
             self.epoch, self.cursor = epoch, 0
 
     def pieces(self, number: int, rank: int, present: Collection[int]) -> list[Batch]:
-        """The batches that a member has of the joined batch `number` from here, each with its weight among those who
-        are present."""
+        """The batches that a member has of the joined batch `number` from here, each with its weight among the members
+        that are present."""
         if rank not in self.roster:
             return []
         span = self.span(number)
@@ -91,7 +91,7 @@ class KeptDeal(Deal):
         self._agreed, self._present = batches, frozenset(present)
 
     def advance(self, taken: int) -> None:
-        """Move past the step: what absent members had of it is owed."""
+        """Move past the step: samples of members that are absent are owed."""
         used = 0
         lost: list[Span] = []
         for span in list(islice(self.ahead(), self._agreed)):

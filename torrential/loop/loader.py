@@ -55,7 +55,7 @@ def order_of(dataset: int, shuffle: bool, seed: int) -> Order:
 
 
 def one_part(order: Order, samples: int, member: int, members: int, batch_size: int) -> Iterator[Batch]:
-    """A member's batches of the first epoch, cut as they are where nobody dies."""
+    """A member's batches of the first epoch, cut as in a run without deaths."""
     deal = Deal(samples, order.seed, order=order)
     while deal.epoch == 0:
         share = deal.share(member, members, batch_size)
@@ -74,11 +74,12 @@ class Pass:
 
 
 class DealtLoader:
-    """Iterating gives this worker's batches of one epoch. Everything else is as the script's DataLoader has it.
+    """A prepared loader: iterating gives this worker's batches of one epoch. All else is that of the script's
+    DataLoader.
 
-    A pass in which the script trains uses up its epoch, also where it is left in the middle. One in which it does not,
-    a look at the first batch, say, uses up nothing. Without gradients the script evaluates: such a pass is dealt to
-    nobody, and gives the worker's part of the data whenever it is asked for."""
+    A pass in which the script trains uses up its epoch, also where it is left in the middle. A pass in which it does
+    not, such as reading the first batch, uses up nothing. Without gradients the script evaluates: such a pass takes no
+    samples from the deal, and gives the worker's part of the data whenever it is asked for."""
 
     def __init__(self, loader: DataLoader[Any], workers: int, samples: int, seed: int = 0) -> None:
         """`samples`: of an epoch; `seed`: from which a stream draws."""
@@ -153,7 +154,7 @@ class DealtLoader:
         return self.newest
 
     def after_newest(self) -> BeginPass:
-        """What a pass that begins now is for."""
+        """The epoch of a pass that begins now, and what becomes of batches without a step."""
         last = self.newest
         unused = last is not None and last.handed > 0 and self.trained() == last.trained
         broken = last is not None and not unused and not last.ended

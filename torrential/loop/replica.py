@@ -187,7 +187,7 @@ class LoopReplica(ModelReplica):
             )
 
     def _choose(self, wish: TakeStep) -> None:
-        """The step is of the parameters of one optimizer."""
+        """Note the optimizer whose parameters the step changes."""
         optimizer = self._optimizers[wish.optimizer]
         if any(p.grad is not None and id(p) not in self._known for p in parameters_of(optimizer)):
             raise RunFailed(
@@ -198,7 +198,7 @@ class LoopReplica(ModelReplica):
 
     # -- weights --------------------------------------------------------------------------------------------------
     def _common(self) -> float:
-        """What the weights of all members' gradients have in common, and the sum is multiplied by."""
+        """The factor that the weights of all members' gradients have in common; the sum is multiplied by it."""
         return 1.0 if self._sync is None else 1.0 / max(1, len(self._data.deal.roster))
 
     def _factor(self) -> float:
@@ -237,7 +237,7 @@ class LoopReplica(ModelReplica):
 
     # -- what the strategy sees -------------------------------------------------------------------------------------
     def _set_aside(self) -> None:
-        """Leave in `grad` what the step is of; the rest is put back when it is done."""
+        """Leave in `grad` only gradients that belong to the step; the others are put back when it is done."""
         if self._stashed is None:
             self._stashed = [parameter.grad for parameter in self._parameters]
         for index, (parameter, grad) in enumerate(zip(self._parameters, self._stashed, strict=True)):
@@ -291,7 +291,7 @@ class LoopReplica(ModelReplica):
             gradient *= min(1.0, self._weight * self.clip_norm / (norm + 1e-6))
 
     def use_clip(self, clip: float | None) -> None:
-        """Everybody clips the sum alike."""
+        """Clip the sum in the same way on every member."""
         if self._sync is not None:
             self._sync.clip_norm = clip
         elif isinstance(self.parameters, LocalParameters):

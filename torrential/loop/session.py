@@ -45,7 +45,8 @@ _current: ScriptRun | None = None  # of a process that a launch has started
 
 
 class ScriptRun:
-    """A run as a script takes part in it. This one is of a script that was started by itself: a plain loop."""
+    """The run of a script, as `join` gives it. This base class is for a script that was started by itself: a plain
+    loop."""
 
     rank = 0
     """The number of this worker, from 0."""
@@ -63,11 +64,11 @@ class ScriptRun:
 
     @property
     def epoch(self) -> int:
-        """The epoch to go on with: 0, unless the run was resumed or this worker takes another's place."""
+        """The epoch to begin with: 0, unless the run was resumed or this worker replaces another."""
         return 0
 
     def epochs(self, count: int) -> Iterable[int]:
-        """The epochs that are left of so many."""
+        """The epochs of so many that are still to be done."""
         return takewhile(lambda epoch: not self._stopped, range(self.epoch, count))
 
     def prepare(self, *things: Any) -> Any:
@@ -148,11 +149,12 @@ def enter(run: ScriptRun) -> None:
 
 
 class TrialDone(BaseException):
-    """A trial has come to where training would begin."""
+    """Ends a trial where training would begin."""
 
 
 class TrialRun(ScriptRun):
-    """The trial of a script: at its first batch is seen what it has prepared, and it ends before it would train."""
+    """The trial of a script: it notes at the first batch what the script has prepared, and ends before the script would
+    train."""
 
     def __init__(self, workers: int) -> None:
         super().__init__()
@@ -207,7 +209,7 @@ class TrialRun(ScriptRun):
 
 
 def blueprint_of(run: ScriptRun, epochs: int | None) -> Blueprint:
-    """What a script has prepared; refuses what no run can be made of."""
+    """The blueprint of what a script has prepared. Raises BadInput if no run can be made of it."""
     missing = [
         what
         for what, there in (("model", run.models), ("optimizer", run.optimizers), ("loader", run.loader))
@@ -299,8 +301,8 @@ class WorkerRun(ScriptRun):
         return thing
 
     def _check_prepared(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-        """Refuse the step of an optimizer that has parameters of the run's models and was not prepared: nobody else
-        would hear of it."""
+        """Refuse the step of an optimizer that has parameters of the run's models and was not prepared: other workers
+        would not learn of it."""
         if optimizer in OF_RUNS or any(optimizer is each for each in self.optimizers):
             return
         mine = {id(parameter) for model in self.models for parameter in model.parameters()}
@@ -365,7 +367,7 @@ class WorkerRun(ScriptRun):
         return looks and self.context is not None and self._is_over()
 
     def _part(self) -> Iterator[Batch]:
-        """This worker's part of the data, of which nothing is used up."""
+        """This worker's part of the data; nothing of it is used up."""
         self._place()
         assert self.context is not None
         members, config = sorted({*self.context.comm.view.workers, self.rank}), self._config
@@ -422,7 +424,7 @@ class WorkerRun(ScriptRun):
         self._have_all_stop()
 
     def _number_of_report(self, newest: Pass | None) -> int:
-        """The same for what several workers report of one epoch."""
+        """The number of a report: the same for the reports of several workers on one epoch."""
         epoch = -1 if newest is None else newest.epoch
         self._reports[epoch] += 1
         return (epoch + 1) * MOST_REPORTS + self._reports[epoch]
@@ -447,8 +449,8 @@ class WorkerRun(ScriptRun):
         return RunFailed(f"worker {self.rank} called sys.exit({end.code!r}){at}{place and f' ({place})'}{remedy}")
 
     def _has_never_stepped(self) -> bool:
-        """Whether the script was given batches and took no step. Where workers take batches as they come, one that is
-        slow may have too few for a step; whoever has its full part has enough."""
+        """Whether the script was given batches and took no step. Where workers take batches as they come, a slow worker
+        may have too few for a step; a worker with its full part has enough."""
         if self._steps or self.context is None or self._dealt is None or self._dealt.newest is None:
             return False
         return self._dealt.newest.handed >= (1 if self.context.servers is None else len(self._dealt))

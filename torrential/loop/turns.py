@@ -65,7 +65,8 @@ class Turns:
 
     # -- the script's side ----------------------------------------------------------------------------------------
     def ask(self, wish: Wish) -> Any:
-        """Let the program go on until it has granted the wish; what it raises is raised here, and ever after."""
+        """Let the program go on until it has granted the wish; what the program raises is raised here, and at every
+        later call."""
         if self._failure is not None:
             raise self._failure
         if self._program.dead:

@@ -37,7 +37,7 @@ class Note(NamedTuple):
 
 
 class Show(NamedTuple):
-    """Tell whoever watches the run what a worker is at: "starting", "training", "finished" or "lost"."""
+    """Tell the watcher of the run what a worker does: "starting", "training", "finished" or "lost"."""
 
     worker: int
     state: str

@@ -1,12 +1,13 @@
-"""Which worker is hung, where workers wait for one another, in collectives or for a tensor: not always the one that
-somebody waits for, since that one may itself wait for another.
+"""Finds the hung worker where workers wait for one another, in collectives or for a tensor. It is not always the worker
+that others wait for, since that one may itself wait for another.
 
     worker ── Overdue(whom, what for) ──► membership ── Ping ──► all workers     its wait has lasted `timeout` seconds
     worker ── Pong ─────────────────────► membership                             from where it waits itself
     worker ── Relieved ─────────────────► membership                             its wait is over
 
-As long as anybody complains there is a round of pings every moment. Whoever has neither complained nor answered by the
-end of one is hung: it is named and ended. One that waits for the observer, or whose program is finished, is not.
+As long as a worker's wait is overdue there is a round of pings every moment. A worker that has neither complained nor
+answered by the end of a round is hung: it is named and ended. A worker that waits for the observer, or whose program is
+finished, is not.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class CollectiveHangs:
         self._answered.add(worker.number)
 
     def end_hung(self) -> None:
-        """End who is hung; raises RunFailed if nobody is, and all wait for one another."""
+        """End the hung worker; raises RunFailed if none is hung, and all wait for one another."""
         if self.due is None or self._roll.now < self.due:
             return
         busy = [w for w in self._roll.workers.values() if not w.left]

@@ -2,11 +2,11 @@
 
 A change of members is a new generation, agreed on in two rounds so that all decide alike about the step in flight:
 
-    membership ── Regroup(g) ──► workers     whatever they wait for ends with Regrouped
-    workers ── Stopped(g) ─────► membership  nobody touches shared state any more
+    membership ── Regroup(g) ──► workers     all their waits end with Regrouped
+    workers ── Stopped(g) ─────► membership  this worker touches no shared state any more
     membership ── AllStopped ──► workers     each looks whether its step was decided, and concludes it if so
     workers ── Standing(n) ────► membership  steps taken so far
-    membership ── Go ──────────► workers     who is in, and whose state those behind shall take
+    membership ── Go ──────────► workers     the members, and whose state those that are behind take over
 
 A death at any point starts the next generation. regrouping.py is the workers' side of it.
 """
@@ -28,7 +28,7 @@ class Generations:
         self._standing: dict[int, int] = {}
 
     def call(self) -> None:
-        """Have the workers meet. Whoever had finished may be needed again."""
+        """Have the workers meet. A worker that had finished may be needed again."""
         self.number += 1
         self._stopped, self._standing = set(), {}
         self.forming_since = self._roll.now

@@ -4,8 +4,8 @@
     membership ── Finish ► worker          all have left: one that can gives the last snapshot, and leaves again
     membership ── Dismissed ──► everybody
 
-When all workers have left nobody is there any more who could be waited for, so that the last snapshot is whole. A
-coordinator is to leave, too: one that then neither says anything nor takes a step for `timeout` seconds fails the run.
+When all workers have left, none can be waited for any more, so the last snapshot is complete. A coordinator has to
+leave, too: if it then neither sends a message nor takes a step for `timeout` seconds, the run fails.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Which member is hung, where members wait for letters: not always the one that somebody waits for.
+"""Finds the hung member where members wait for letters: not always the one that others wait for.
 
     worker ── Suspect(server) ──► membership ── Ping ──► server         a request was not answered for `timeout` seconds
     server ── Pong(waits for) ──► membership ── Ping ──► those of them that have been silent for as long
     worker ── Pong ─────────────► membership                            it waits for somebody itself
 
-A Ping is answered from where a role works: by a server between two letters, by a worker that waits. Whoever does not
-answer within a moment is hung: it is named and ended, and the view goes on without it. A worker that has been computing
-for longer than `timeout` while others wait for it is taken for hung, as it is by collectives; one that waits for the
-observer is not.
+A Ping is answered from where a role works: by a server between two letters, by a worker that waits. A member that does
+not answer within a moment is hung: it is named and ended, and the next view is without it. A worker that has been
+computing for longer than `timeout` while others wait for it is taken for hung, as it is by collectives; a worker that
+waits for the observer is not.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LetterHangs:
     def end_hung(self, busy: list[Member], awaited: list[Member], others: Mapping[int, m.Overdue]) -> None:
         """`busy`: workers that are not finished; `awaited`: those of them that others, who are, wait for; `others`: the
         waits of workers for one another. Raises RunFailed if all wait, some of them for servers, and have done so for
-        longer than it takes to find out who is hung."""
+        longer than it takes to find the hung member."""
         now = self._roll.now
         for worker in awaited:
             if now - worker.heard > self._timeout:

@@ -3,9 +3,9 @@
     membership ── Probe ──► member     nothing has come from it for `timeout` seconds
     member ── Alive ──────► membership
 
-A thread of its own answers, so one that computes for long is not taken for hung; whether one that runs also gets on is
-for others to find out (collective_hangs.py, letter_hangs.py, observer.py). What does not answer within a moment is
-named and ended, and the run goes on as after its death.
+A thread of its own answers, so a member that computes for long is not taken for hung; whether a running member also
+makes progress is found out elsewhere (collective_hangs.py, letter_hangs.py, observer.py). A member that does not answer
+within a moment is named and ended, and the run goes on as after its death.
 """
 
 from __future__ import annotations

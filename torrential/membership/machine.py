@@ -117,13 +117,13 @@ class Membership:
             self._observing.start()
 
     def exists(self, who: Who, now: float) -> None:
-        """A member that was to be started has been."""
+        """Note that a member has been started."""
         self._roll.now = now
         if (member := self._roll.find(who)) is not None:
             member.exists = True
 
     def greeted(self, who: Who, contact: str, now: float) -> None:
-        """A member has said its first word: where letters reach it."""
+        """Note a member's first message: the address at which letters reach it."""
         self._notice(now)
         if (member := self._roll.find(who)) is not None:
             member.exists = member.greeted = True
@@ -131,7 +131,7 @@ class Membership:
             member.heard_from()
 
     def hear(self, who: Who, message: Any, now: float, tensors: Sequence[Any] = ()) -> None:
-        """A member has said something. Messages that are not for the membership are signs of life."""
+        """Handle a member's message. Messages that are not for the membership are signs of life."""
         self._notice(now)
         member = self._roll.find(who)
         if member is None:
@@ -146,7 +146,7 @@ class Membership:
             handle(member, message, tensors)
 
     def snapshot_taken(self, who: Who, message: Taken, now: float, tensors: Sequence[Any] = ()) -> None:
-        """A worker has a snapshot for the observer. What the message says of it is the world's matter."""
+        """Pass a worker's snapshot to the observer. The world alone reads what the message says of it."""
         self.hear(who, message, now)
         self._observing.snapshot_taken(message, tensors)
 
@@ -155,7 +155,7 @@ class Membership:
         self._generations.step = max(self._generations.step, step)
 
     def lost(self, who: Who, how: How, now: float) -> None:
-        """A member is gone. One that had finished may go; any other has died."""
+        """Note that a member is gone. A member that had finished was free to go; any other has died."""
         self._notice(now)
         member = self._roll.find(who)
         if member is None or self.done:
@@ -186,7 +186,7 @@ class Membership:
             self._generations.call()
 
     def revive(self, address: int, now: float) -> None:
-        """A world that decides itself when the dead come back wants one of them started."""
+        """Start a dead member again, in a world that decides itself when members come back."""
         self._roll.now = now
         life = self._roll.lives[address]
         if not self.dismissed and self._roll.find(Who(address, life)) is None:
@@ -194,7 +194,7 @@ class Membership:
             self._roll.start(member.role, member.number)
 
     def stop(self, why: str, now: float) -> None:
-        """Whoever watches the run wants it to end: workers finish at the next step that all agree on."""
+        """End the run on request of its watcher: workers finish at the next step that all agree on."""
         self._roll.now = now
         if not (self._stopping or self.dismissed):
             self._roll.note("stopped", None, why)
@@ -404,7 +404,7 @@ class Membership:
             self._collectives.overdue(member, message)
 
     def _was_absent(self) -> bool:
-        """Whether members may have waited for this process; whoever still waits will say so again."""
+        """Whether members may have waited for this process; a member that still waits will say so again."""
         return self._roll.now - self._back < self._rules.timeout
 
     def _pong(self, member: Member, message: m.Pong) -> None:

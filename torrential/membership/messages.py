@@ -8,7 +8,7 @@ from torrential.server.messages import View
 
 
 class MemberMessage(msgspec.Struct, frozen=True, tag=True):
-    """The base of all messages between a member and whoever supervises it."""
+    """The base of all messages between a member and its supervisor."""
 
 
 # -- from a member ----------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Go(MemberMessage, frozen=True):
 
 
 class Roster(MemberMessage, frozen=True):
-    """Who is there, who answers for what, and where they are."""
+    """The members that are there, the server that answers for each range, and the addresses of members."""
 
     view: View
     contacts: list[tuple[int, str, int]]  # address, where letters reach it, life
@@ -154,8 +154,8 @@ class Back(MemberMessage, frozen=True):
 
 
 class Ping(MemberMessage, frozen=True):
-    """Answer with Pong, from where you work."""
+    """Asks a member to answer with Pong, from the place where it works."""
 
 
 class Probe(MemberMessage, frozen=True):
-    """Answer with Alive, at once and whatever you are at."""
+    """Asks a member to answer with Alive at once, also while it computes."""

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 from torrential.comm.protocol import role_name
 
 Death = Literal["regroup", "view", "restart", "fail"]
-"""What a death means. regroup: the workers meet again, in a new generation. view: the next view says so, and nobody is
-interrupted. restart: the same, and another member is started in its place, from its saved state. fail: the run ends
+"""What a death means. regroup: the workers meet again, in a new generation. view: the next view says so, and no member
+is interrupted. restart: the same, and another member is started in its place, from its saved state. fail: the run ends
 with a line that names it."""
 
 ROLES = ("worker", "server", "coordinator", "observer")

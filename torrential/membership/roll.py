@@ -1,4 +1,4 @@
-"""The roll of a run's members: who is there, who is being started, and what is to be done about them."""
+"""The roll of a run's members: those that are there, those that are being started, and the actions to carry out."""
 
 from __future__ import annotations
 

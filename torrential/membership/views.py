@@ -1,9 +1,9 @@
-"""Views: who is there, and which server answers for what, as all members know it.
+"""Views: the members that are there, and the server that answers for each range, as all members know them.
 
     membership ── Roster(view, where everybody is) ──► workers, servers, coordinators    at every death, join and leave
 
-Nobody stops for it. The next table follows from the last one (server/ring.py): a dead server's ranges go to their
-replicas at once; a server that joins is given its share, and filled by those who have it.
+No member stops for it. The next table follows from the last one (server/ring.py): a dead server's ranges go to their
+replicas at once; a server that joins is given its share, and filled by the servers that have it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Views:
             self._publish(self.view.table)
 
     def gather(self) -> None:
-        """A worker has left, for which nobody waits: the next view may be one for all who leave about now."""
+        """Note that a worker has left: the next view may be delayed a little, so that it serves for all workers that
+        leave now."""
         if self.due is None:
             self.due = self._roll.now + GATHERED_SECONDS
 

@@ -15,7 +15,8 @@ from torrential.errors import RunFailed
 class Outside:
     """The numbers that an optimizer keeps beside its state, as they were when this was made.
 
-    A trial of three steps does not see a number that changes later; whoever saves the optimizer's state looks again.
+    A trial of three steps does not see a number that changes later; so the numbers are checked again whenever the
+    optimizer's state is saved.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

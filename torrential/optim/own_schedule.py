@@ -3,9 +3,9 @@
     a function of progress      rate × factor(share of the run that is done)
     a schedule of torch's       built over groups like the task's, and stepped as often as samples seen ask for
 
-Whoever asks, a worker or a resumed run, steps a schedule of its own from the beginning to the same place, so there is
-nothing to be saved, and no two of them can differ. What else a schedule moves than rates (momentum, betas) goes along.
-Another base rate than the task's (--lr, the recipe's scaling and warm-up, a strategy's optimizer) multiplies all rates.
+Every worker, and a resumed run, steps a schedule of its own from the beginning to the same place, so nothing has to be
+saved, and no two schedules can differ. Other options that a schedule changes (momentum, betas) go along. Another base
+rate than the task's (--lr, the recipe's scaling and warm-up, a strategy's optimizer) multiplies all rates.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The learning rates of an optimizer's groups: the run's schedule sets them before every step, and nobody else may.
+"""The learning rates of an optimizer's groups: the run's schedule sets them before every step, and no other code may.
 
 A group that was given a rate of its own when the optimizer was built keeps its ratio to the base rate, unless the rate
 says what each group is to have. An optimizer that changes a rate by itself, as with a schedule of its own, is found out
-after the step in which it does: the next step would undo the change. So is one that makes new groups: their rates would
-be nobody's.
+after the step in which it does: the next step would undo the change. So is one that makes new groups: the schedule
+would not set their rates.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class StepGuard(Protocol):
 
 
 class Parameters(Protocol):
-    """The parameters of a role, and what is kept with them."""
+    """The parameters of a role, and the state that is kept with them."""
 
     layout: Layout
     counts: list[int]  # by entry: updates so far
@@ -43,10 +43,10 @@ class Parameters(Protocol):
         """Wait until every member's part of the last step can be seen here."""
 
     def regroup(self, agreement: Agreement) -> None:
-        """Make the state whole after a change of members. Waits for them."""
+        """Make the state whole after a change of members. Waits for the members."""
 
     def rebuild(self) -> None:
-        """Begin anew with the members, the state and the `counts` that the regrouping left."""
+        """Make optimizers anew for the members, the state and the `counts` that the regrouping left."""
 
     def flat(self) -> dict[str, Tensor]:
         """Parameters ("float32") and optimizer state of their shape ("float32/momentum_buffer") as flat vectors."""
@@ -55,7 +55,7 @@ class Parameters(Protocol):
         """Optimizer state of any other shape, by "<parameter>/<key>"."""
 
     def load(self, flat: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> None:
-        """Take over what `flat` and `extras` of another have given."""
+        """Copy the values that `flat` and `extras` of other parameters have returned."""
 
 
 class CommonParameters(Parameters, Protocol):
@@ -68,7 +68,7 @@ class CommonParameters(Parameters, Protocol):
         """This member's part of the squared norm of the summed gradient; the parts add up to it."""
 
     def apply(self, update: Update) -> None:
-        """Take the step. Never waits for anybody."""
+        """Take the step. Waits for no member."""
 
 
 class Finished:

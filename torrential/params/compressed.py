@@ -3,8 +3,8 @@
     backward ──► matrices ──► compressor ──► messages to all members ──► decoded, added up in the order of ranks
             └──► biases, norms (one dimension and less) ──────────────► all-reduce, as they are
 
-Nothing that stays behind changes before the step is taken (`commit`): a round that is given up leaves no trace. It is
-one worker's own, and dies with it; who takes its place begins with nothing.
+The residual, which is what compression leaves out, changes only when the step is taken (`commit`): a round that is
+given up leaves no trace. A worker's residual dies with it; its successor begins with none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Parameters and an optimizer of one role alone: nobody else has a part in its steps.
+"""Parameters and an optimizer of one role alone: no other role has a part in its steps.
 
-What becomes of them between members (an average, a centre, nothing) is the strategy's business. The optimizer's state
-is this worker's own: it is saved for each of them, and put back when a round is given up.
+The strategy decides what members do with them (an average, a centre, nothing). The optimizer's state is this worker's
+own: it is saved for each of them, and put back when a round is given up.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class LocalParameters:
         return self._form is None
 
     def put_off(self, work: Callable[[], None]) -> None:
-        """Have a part of the step that is concluded taken by `catch_up`: at the latest before anybody reads values."""
+        """Put off a part of the step that is being concluded: `catch_up` takes it, at the latest before values are
+        read."""
         self._put_off = work
 
     def catch_up(self) -> None:
@@ -92,11 +93,11 @@ class LocalParameters:
 
     @property
     def left_out(self) -> bool:
-        """Whether the gradients that backward has left are of no use."""
+        """Whether the gradients that backward has left are not finite, so that the step is left out."""
         return self._guard is not None and self._guard.overflowed
 
     def begin_anew(self) -> None:
-        """Forget what the optimizer knows, as if it had not taken a step."""
+        """Clear the optimizer's state, as if it had not taken a step."""
         self._optimizer.state.clear()
         begin_momentum(self.spec, self._optimizer)
 
@@ -111,10 +112,10 @@ class LocalParameters:
 
     # -- members come and go: nothing is shared -----------------------------------------------------------------
     def wait_for_everybody(self) -> None:
-        """Every step is complete where it was taken."""
+        """Return at once: every step is complete where it was taken."""
 
     def regroup(self, agreement: Agreement) -> None:
-        """Those behind receive the parameters from the source."""
+        """Do nothing: members that are behind receive the parameters from the source."""
 
     def rebuild(self) -> None:
         """Keep the optimizer as it is."""
@@ -134,7 +135,7 @@ class LocalParameters:
         return {}
 
     def load(self, flat: Mapping[str, Tensor], extras: Mapping[str, Tensor]) -> None:
-        """Take over parameters. What else a checkpoint holds of optimizers is each worker's own."""
+        """Copy parameters from a checkpoint. The optimizer's state is each worker's own."""
         if self.own:
             return
         for entry, parameter in zip(self.layout.entries, self._parameters, strict=True):
@@ -165,7 +166,7 @@ class LocalParameters:
         return states | {f"{name}/{_UPDATES}": torch.tensor(n) for name, n in zip(names, self.counts, strict=True)}
 
     def load_optimizer_state(self, states: Mapping[str, Tensor]) -> None:
-        """Take over such a state; what is said of parameters that are not here has no effect."""
+        """Copy such a state; entries of parameters that this worker does not have are ignored."""
         self.catch_up()
         by_name = {e.name: (e, p) for e, p in zip(self.layout.entries, self._parameters, strict=True)}
         self._optimizer.state.clear()

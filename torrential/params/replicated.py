@@ -65,7 +65,8 @@ class ReplicatedParameters:
         return self.sums.reduce(bucket)
 
     def square_norm(self) -> float:
-        """All of it is here; let one member answer for it."""
+        """The squared norm on the first member, 0 on the others: each has the whole gradient, and the parts are added
+        up."""
         if self.comm.rank != self.comm.members[0]:
             return 0.0
         return self.sums.square_norm()
@@ -94,11 +95,11 @@ class ReplicatedParameters:
         self.sums.commit()
 
     def wait_for_everybody(self) -> None:
-        """Every worker has taken the step by itself."""
+        """Return at once: every worker has taken the step by itself."""
 
     # -- members come and go ------------------------------------------------------------------------------------
     def regroup(self, agreement: Agreement) -> None:
-        """Nothing is shared; those behind receive `tensors` from the source."""
+        """Do nothing: members that are behind receive `tensors` from the source."""
 
     def rebuild(self) -> None:
         """The optimizer goes on as it is."""

@@ -5,7 +5,7 @@ is updated once instead of once per worker, and the gather is free because all l
 update: Xu et al. 2020, "Automatic cross-replica sharding of weight update"; Rajbhandari et al. 2020, ZeRO stage 1.)
 
     backward ──► my slice of the summed gradient, in shared memory
-    ballot   ──► everyone's slice is summed: the step is decided        (before: nobody's parameters moved)
+    ballot   ──► everyone's slice is summed: the step is decided        (before: no parameter has changed)
     apply    ──► each member updates its slice, unit by unit, with a journal
     wait     ──► all slices are updated: the next forward may read them
 
@@ -118,7 +118,7 @@ class SharedParameters:
         self._others_may_update = True
 
     def _run(self, rank: int, units: list[Unit], update: Update, summed: dict[torch.dtype, Tensor]) -> None:
-        """Update the slice of `rank`, from wherever its journal says it stopped."""
+        """Update the slice of `rank`, from the unit at which its journal says it stopped."""
         steps, place = (int(v) for v in self._journal[rank])
         if steps >= self._steps:
             return  # another survivor has finished it before

@@ -24,13 +24,14 @@ class GradientSums(Protocol):
         """Start summing a bucket whose gradients are complete on this member."""
 
     def of(self, entry: ParameterEntry) -> Tensor | None:
-        """The sum for a parameter, in its shape; None: this member is alone, and it is where autograd left it."""
+        """The sum for a parameter, in its shape; None: this member is alone, and its gradient is where autograd left
+        it."""
 
     def square_norm(self) -> float:
         """The squared norm of the sum of all gradients."""
 
     def commit(self) -> None:
-        """The step is taken: what was not sent stays behind."""
+        """Note that the step is taken: what was not sent becomes the residual."""
 
 
 class DenseSums:

@@ -1,15 +1,16 @@
 """One copy of the parameters in shared memory, which all members change without locks (Niu et al. 2011).
 
-    begin    every member copies its slice into an undo vector, then all meet: from here on anybody may write
-    step     x[places] -= rate * gradient[places]       read, subtracted and written back, whoever else writes there
+    begin    every member copies its slice into an undo vector, then all meet: from here on every member may write
+    step     x[places] -= rate * gradient[places]       read, subtracted and written back, without a lock
     conclude what was written stands
 
 Of two members that write an element at the same time one loses its update: adding to memory is not atomic here. With
 `count_lost` a second vector counts the updates of every element, written in the same way, and loses as many.
 
 A round that is given up is put back from the undo vector, by one member. That is whole as soon as every member has
-noted that its slice is there; as long as one has not, nobody has begun to write. There are two such vectors, for rounds
-in turn: a member that has seen all votes may copy its slice for the next round, and die, before others have seen them.
+noted that its slice is there; as long as one member has not, no member has begun to write. There are two such vectors,
+for rounds in turn: a member that has seen all votes may copy its slice for the next round, and die, before others have
+seen them.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class UnlockedParameters(LocalParameters):
 
     # -- a round ------------------------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Make it possible to put the round back, and wait until everybody has: then all may write."""
+        """Copy this member's slice into the undo vector, and wait until all members have: then all may write."""
         self._open = True
         self._rounds += 1
         for dtype, vector in self._vectors_of.items():
@@ -78,7 +79,7 @@ class UnlockedParameters(LocalParameters):
         return int(self._journal[:, _WRITTEN].sum())
 
     def step(self, rate: float, gradient: Tensor | None = None) -> None:
-        """Take a step by the gradients that backward has left: a sparse one touches its own rows alone."""
+        """Take a step by the gradients that backward has left; a sparse gradient changes only its own rows."""
         if gradient is None and self.left_out:
             return
         if self._plain and gradient is None and self.clip_norm is None:
@@ -118,8 +119,8 @@ class UnlockedParameters(LocalParameters):
         return total
 
     def counted(self) -> int:
-        """How many of the updates of single elements that were counted in this round are in memory. To be asked when
-        nobody writes: before the next one begins."""
+        """How many of the updates of single elements that were counted in this round are in memory. To be called when
+        no member writes: before the next round begins."""
         return self._count_all() - self._counted_before
 
     def _count_all(self) -> int:

@@ -1,7 +1,7 @@
 """The live page: the report of runs that still go on, kept up to date with their records.
 
 A browser asks twice a second for what has changed since it last asked. Records are read, and figures drawn, only then:
-a page that nobody looks at costs nothing. Changes are told item by item: the page's text, each figure, each timeline.
+a page that is not open costs nothing. Changes are told item by item: the page's text, each figure, each timeline.
 """
 
 from __future__ import annotations

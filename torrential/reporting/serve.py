@@ -1,4 +1,4 @@
-"""The server of the live page: on this machine's loopback alone, for those who know its address.
+"""The server of the live page: on this machine's loopback only, for readers who know its address.
 
     http://127.0.0.1:PORT/TOKEN/            the page
     http://127.0.0.1:PORT/TOKEN/changes     what has changed: JSON
@@ -53,7 +53,7 @@ HEADERS = {
 
 
 def check_port(port: int) -> None:
-    """Refuse a port that nobody can listen on, or that somebody else does."""
+    """Refuse a port on which this process cannot listen, or on which another one does."""
     with _named(port):
         socket.create_server((HOST, port)).close()
 
@@ -129,7 +129,7 @@ class PageServer(ThreadingHTTPServer):
         self.shutdown()
 
     def server_bind(self) -> None:
-        """Without asking for the name of this machine, which may take long where nobody knows it."""
+        """Do not look up the name of this machine, which may take long where it is unknown."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = HOST, int(self.server_address[1])
 

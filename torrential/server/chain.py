@@ -3,10 +3,11 @@
     head ── Replicate(7) ──► replica ── Replicate(7) ──► tail       each applies it, then passes it on
     head ◄── Replicated(7) ─ replica ◄── Replicated(7) ─ tail       the head answers the worker now
 
-Letters of one server to another arrive in order, so what a replica has applied is a prefix of what the one before it
-has. When that one changes, or an operation is missing, the replica says so (Replicated with `empty`), gets a whole
-ShardState and what comes after it, and passes the ShardState on. Whatever was acknowledged to a worker was then on all
-of them, so any can go on from what it has when those before it are gone.
+Letters of one server to another arrive in order, so the operations that a replica has applied are a prefix of those of
+the server before it. When that server changes, or an operation is missing, the replica says so (Replicated with
+`empty`), gets a whole ShardState and the operations after it, and passes the ShardState on. An operation is
+acknowledged to a worker only when all servers of the chain have it, so any of them can go on with its own state when
+those before it are gone.
 """
 
 from __future__ import annotations

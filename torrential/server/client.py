@@ -175,7 +175,7 @@ class Client:
         return self._read(into if start is None else [(start, into)], clock)
 
     def get(self, into: Tensor, *, start: int = 0) -> PendingRequest:
-        """Read without waiting for anybody."""
+        """Read without waiting for other workers."""
         return self._read([(start, into)], JOINING)
 
     def put(self, values: Pieces, *, clock: int = JOINING) -> PendingRequest:
@@ -209,7 +209,7 @@ class Client:
         vectors of full length; Answer.metadata has the rest. One worker at a time does this, and no other needs to
         know: what it has sent by the time it hears of it belongs to the checkpoint (server/copies.py). A worker that
         has left asks for the last one; it does not know of those that others have asked for since. `at_once`: as they
-        are now, which is the same moment everywhere only if nobody changes them meanwhile."""
+        are now, which is the same moment everywhere only if no worker changes them meanwhile."""
         left = self.comm.address not in self.comm.view.workers
         self._saved = max(self._saved, self._marked, LAST if left else 0) + 1
         parts = self._cutter.cut([(0, self.numel)] * len(into), (), into)
@@ -230,7 +230,7 @@ class Client:
         self._complain(pending, waited, self._overdue)
 
     def forget(self, pending: PendingRequest) -> None:
-        """Give up a request: nobody will wait for its answer any more."""
+        """Give up a request: its answer is not waited for any more."""
         self._unanswered.pop(pending.seq, None)
 
     def call(
@@ -370,7 +370,7 @@ class Client:
 
     def _place(self, message: Any) -> Sequence[Tensor] | None:
         """Parameters that the caller waits for come straight to where it wants them. Where it goes on meanwhile they
-        are copied there as a whole: nobody computes on half of them."""
+        are copied there as a whole, so that no computation sees half of them."""
         pending = self._waited
         if pending is None or not isinstance(message, Done) or message.seq != pending.seq:
             return None

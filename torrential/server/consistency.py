@@ -6,17 +6,18 @@
     stamp                     a push made at clock c is stamped c
     the read that starts c    waits until completed >= c - s
 
-So whoever reads at clock c sees every update stamped c-s-1 or less, of everybody (Ho et al. 2013), and perhaps newer
-ones; and its own, since those went before it to the same server. Workers that are executing (between the read that
-starts a clock and the push that ends it) are at most s clocks apart. The numbers of completed clocks can differ by
-s + 1 for a moment: the fastest has pushed for clock c and not begun c+1, the slowest is executing c - s.
+So a worker that reads at clock c sees every update stamped c-s-1 or less, of all workers (Ho et al. 2013), and perhaps
+newer ones; and its own updates, since they were sent to the same server before the read. Workers that are executing
+(between the read that starts a clock and the push that ends it) are at most s clocks apart. The numbers of completed
+clocks can differ by s + 1 for a moment: the fastest has pushed for clock c and not begun c+1, the slowest is executing
+c - s.
 
     s = 0      bulk synchronous (BSP): a clock's pushes are summed in the order of ranks and applied as one
     s >= 1     stale synchronous (SSP), the bounded delay tau = s of Li et al. 2014: a push is applied as it comes
-    s = None   eventual (asynchronous): nobody waits
+    s = None   eventual (asynchronous): no worker waits
 
 With `first` = N a clock is complete with its first N pushes and later ones are dropped (backup workers, Chen et al.
-2016); `completed` is then the number of such clocks, whoever took part.
+2016); `completed` is then the number of such clocks, whichever workers took part.
 """
 
 from __future__ import annotations

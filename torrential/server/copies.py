@@ -4,7 +4,7 @@
     head of key 0 ── Marking(n, cut) ──► all workers
     every worker ── Mark(n, cut) ──────► all heads        between two of its requests, whatever it waits for
 
-Of every push either all copies of a checkpoint have all of it, or none has any; and nobody waits:
+Of every push either all copies of a checkpoint have all of it, or none has any; and no worker waits:
 
 - Where pushes are applied as they come, a head copies its range at the first Mark, and what comes from workers that
   have not marked is applied to the range and to the copy. The copy is complete when all have marked.
@@ -100,7 +100,7 @@ class Copies:
 
     # -- requests ---------------------------------------------------------------------------------------------------
     def save(self, ask: Ask, workers: Collection[int], counted: Collection[int], dealt: int) -> None:
-        """`workers` of the view; those that are counted have spoken. Nobody has samples for clock `dealt` yet."""
+        """`workers` of the view; those that are counted have spoken. No worker has samples for clock `dealt` yet."""
         request, shard = ask.request, self._link.shard
         assert isinstance(request, Save)
         if request.at_once:

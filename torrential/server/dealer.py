@@ -1,16 +1,16 @@
-"""Who trains on which samples where workers come as they please. It lives with the range that holds key 0.
+"""The dealer of samples to workers that ask at any time. It lives with the range that holds key 0.
 
     epoch's order   0 ....... cursor ................. samples
                     | leased, | given back |  not dealt yet
                     | or used | dealt again first
 
-A worker takes a lease on some samples. The update made of them ends it; the death of the worker, or an update that
-came too late, gives the samples back. So every sample of every epoch is used exactly once, whatever happens, and a
-fast worker takes more of them. What is given back keeps its epoch, so nobody waits at the end of one, only at the very
-end.
+A worker takes a lease on some samples. The update made of them ends it; the death of the worker, or an update that came
+too late, gives the samples back. So every sample of every epoch is used exactly once, even after deaths, and a fast
+worker takes more samples. Samples that are given back keep their epoch, so no worker waits at the end of an epoch, only
+at the very end.
 
-A checkpoint holds the dealer as `saved` gives it: whoever goes on from there deals again what no update in that
-checkpoint was made of, and nothing else.
+A checkpoint holds the dealer as `saved` gives it: a run that goes on from it deals again the samples of which no update
+in that checkpoint was made, and nothing else.
 
 In step (`deal_together`) all workers of a clock are given one joined batch, cut as data/deal.py does.
 """

@@ -1,12 +1,12 @@
-"""What the head of a chain keeps besides its shard: who waits for what.
+"""What the head of a chain keeps besides its shard: the requests that wait, and what each waits for.
 
     request ── seen before? ── sound? ──► read     until consistency lets it pass
                   │              │        push     until the clock's others have come, if they are summed
                   ▼              ▼        take     until there are samples, or all have asked
               answer again    Refused     save     until the copy is complete (server/copies.py)
 
-Nothing of this is replicated: when the head is gone, workers send again what was not answered. Nobody polls: whatever
-could let a request pass looks for it.
+Nothing of this is replicated: when the head is gone, workers send unanswered requests again. Nothing polls: every event
+that could let a request pass checks the requests that wait.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Head:
         self._copies.gone(gone)
 
     def _proceed(self) -> None:
-        """Let whatever waits here go on, if it can by now."""
+        """Answer the requests that wait here, as far as that is possible by now."""
         self._close()
         self._release()
         self._deal()
@@ -312,7 +312,7 @@ class Head:
         self._deal()
 
     def _close(self) -> None:
-        """The open clock, if nobody more is waited for; and the one after it."""
+        """The open clock, if all its pushes are here; and the clock after it."""
         if not self._aggregates:
             return
         shard, before = self.shard, self.shard.closed

@@ -23,7 +23,7 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 
 
 class View(msgspec.Struct, frozen=True, tag=True):
-    """Who is there, and who answers for what. A higher version replaces a lower one."""
+    """The members that are there, and the server that answers for each range. A higher version replaces a lower one."""
 
     version: int
     workers: tuple[int, ...]  # ranks that take part
@@ -88,7 +88,7 @@ class GiveBack(Request, frozen=True, kw_only=True):
 class Save(Request, frozen=True, kw_only=True):
     """The copy that belongs to checkpoint `number`, as soon as it is complete (server/copies.py); spans: one for the
     parameters and one for each of the optimizer's states. The answer has no `metadata` where the copy is lost. With
-    `at_once` it is the range as it is now: whoever asks knows that nobody changes it meanwhile."""
+    `at_once` it is the range as it is now: the sender knows that no worker changes it meanwhile."""
 
     number: int
     at_once: bool = False

@@ -1,6 +1,6 @@
 """What a server refuses: requests that do not fit what it holds, and values that are no numbers.
 
-Everything is looked at before anything is changed, so a refused request leaves no trace.
+A request is checked as a whole before anything is changed, so a refused request leaves no trace.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Who answers for which keys. Pure functions from one table of ranges to the next.
+"""Which server answers for which keys. Pure functions from one table of ranges to the next.
 
     begin     |-- A ----|-- B ----|            two servers; behind each range its replicas, the next servers in the ring
     join      |-- A -|a-|-- B -|b-|            C is put at the end of the chains of a and b, and is their heir
     promote   |-- A -|C-|-- B -|C-|            C is filled and answers for them
     leave     |-- B -|C-|-- B -|C-|            A is gone: its first replica answers, another server is put at the end
 
-A newcomer takes the tail of every server's share, so 1/(S+1) of the keys move, and none between old servers. Ranges
-are cut and never joined again, so that a server can follow by cutting what it holds. Nobody is made the head of what it
-does not hold: a newcomer is first filled as a replica, and `promote` is called when it says so (server/server.py).
+A newcomer takes the tail of every server's share, so 1/(S+1) of the keys move, and none between old servers. Ranges are
+cut and never joined again, so that a server can follow by cutting what it holds. No server is made the head of a range
+that it does not hold: a newcomer is first filled as a replica, and `promote` is called when it says so
+(server/server.py).
 
 Cuts are aligned to cache lines; an optimizer that looks at whole tensors is cut at `bounds` only. Where stages of the
 model are on several workers, ranges end where the stages' shares do (server/shares.py).

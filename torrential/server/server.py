@@ -4,7 +4,7 @@
     a request   for a range that this server heads: server/head.py
     Replicate, Replicated, ShardState   between servers: server/chain.py
 
-Whatever is addressed by a newer view than this server has read waits until it has read it.
+A letter that was addressed by a newer view than this server has read waits until the server has read that view.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a server knows of one range, as a state machine: operations in, the same state on every replica out.
+"""The state of one range, as a state machine: operations in, the same state on every replica out.
 
     ShardOperation ──► apply ──► parameters, optimizer state     (in place, in full-length buffers)
                             └──► who has been answered what, clocks, dealer, counts

@@ -8,7 +8,7 @@ the same step. (The synchronous baseline of Chen et al. 2016 and Goyal et al. 20
                                   └ summed while backward goes on
 
 1. Propose: the share's gradients, weighted by true sizes (an uneven last batch counts for what it is), are summed
-   bucket by bucket as backward completes them. Nothing is consumed, nobody's parameters move.
+   bucket by bucket as backward completes them. Nothing is consumed, no member's parameters change.
 2. Vote: a small all-gather carries loss, norm and which parameters were used. When it is complete, the step is
    decided for everybody; clipping applies to the sum.
 3. Conclude: everyone takes the step.

@@ -4,9 +4,9 @@
     worker 1   ── push ───┤ N = 2: sum, step, answer
     worker 2   ────────── push ─► too late: dropped, and on to the newest parameters
 
-Servers drop a gradient of any version but the current one. Its samples are dealt out again, to whoever asks next, so
-none is starved however slow the worker that had them. A remedy for slow workers, not for dead ones: each death uses up
-one of the b.
+Servers drop a gradient of any version but the current one. Its samples are dealt out again, to the next worker that
+asks, so none is starved however slow the worker that had them. A remedy for slow workers, not for dead ones: each death
+uses up one of the b.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a strategy is: the roles it needs, and a program for each, written as the algorithm in its paper.
 
-A program is plain blocking code. Whatever it needs from outside (time, randomness, messages) comes through `ctx`
+A program is plain blocking code. Everything that it needs from outside (time, randomness, messages) comes through `ctx`
 (strategies/context.py).
 """
 
@@ -91,7 +91,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
     def has_whole_model(self) -> bool:
-        """Whether every worker has the whole model: `part` gives it nothing less."""
+        """Whether every worker has the whole model; by default, unless the class defines `part`."""
         return type(self).part is Strategy.part
 
     def recomputes(self) -> tuple[str, ...]:
@@ -109,13 +109,13 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
         return model
 
     def fellows(self, rank: int, workers: int) -> range:
-        """The workers that have one copy of the model together with this one: what a newcomer needs, and some of them
-        have, it takes from them rather than from workers of another copy. By default nobody else."""
+        """The workers that hold one copy of the model together, this one among them. A newcomer takes its state from
+        them, as far as they have it, rather than from workers of another copy. By default this worker alone."""
         return range(rank, rank + 1)
 
     def assembled(self, parts: Mapping[int, Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """What the workers' own states, by rank, give to the model that is evaluated and saved, by the names of its
-        parameters and buffers. By default nothing: the model is that of the first member, or the servers'."""
+        """The tensors of the model that is evaluated and saved, by the names of its parameters and buffers, made from
+        the workers' own states by rank. By default none: the model is that of the first member, or the servers'."""
         return {}
 
 

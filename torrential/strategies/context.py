@@ -40,15 +40,15 @@ class Data(Protocol):
     joined: int  # samples that all members together take in one step, before it grows
 
     def share(self, batches: int = 1, *, part: int | None = None, parts: int | None = None) -> Share:
-        """One part of the next joined batch, in so many minibatches; by default as many parts as there are members,
-        each member its own. Nothing is consumed until the round is concluded."""
+        """One part of the next joined batch, in so many minibatches. By default there are as many parts as members, and
+        each member gets its own. Nothing is consumed until the round is concluded."""
 
     def take(self, clock: int, minibatches: int = 1, after: int = 0) -> Batch | None:
         """The next samples to train on, from the servers; None when there are none left, or the run is to stop. All
         workers but the first get none before `after` updates have been made."""
 
     def order(self, epoch: int) -> Tensor:
-        """The order of all samples in an epoch, the same for everybody."""
+        """The order of all samples in an epoch, the same on every member."""
 
 
 class Replica(Protocol):
@@ -62,19 +62,19 @@ class Replica(Protocol):
 
     def local(self, *, own: bool = False, alike: bool = False, undo: bool = True) -> LocalParameters:
         """Parameters and an optimizer of this role alone. With `own` the parameters are saved for each worker; else
-        they are the same on all members whenever a round is concluded. `alike`: so is the optimizer's state. Without
-        `undo` neither parameters of one's own nor the optimizer's state are put back when a round is given up: for
-        programs that change them in `conclude` alone."""
+        they are the same on all members whenever a round is concluded. `alike`: the optimizer's state is the same on
+        all members, too. Without `undo` neither parameters of one's own nor the optimizer's state are put back when a
+        round is given up: for programs that change them in `conclude` alone."""
 
     def unlocked(self, *, count_lost: bool = False) -> UnlockedParameters:
         """One copy of the parameters in memory that all members see, which each of them changes without locks, with an
         optimizer of its own. For strategies with `one_memory`. `count_lost`: make it possible to count updates."""
 
     def wrap(self, wrapper: Callable[[nn.Module], nn.Module]) -> None:
-        """Have forward run by what `wrapper` makes of the model."""
+        """Run forward by the module that `wrapper` makes of the model."""
 
     def vector(self) -> Tensor:
-        """All parameters as one flat registered vector, of which those of the model are views."""
+        """All parameters as one flat registered vector; the model's parameters become views of it."""
 
     def gradient(self) -> Tensor:
         """A flat registered vector; from now on backward leaves the gradient there, clipped as the task says."""
@@ -88,34 +88,34 @@ class Replica(Protocol):
     ) -> float:
         """Forward and backward over some batches, whose gradients are added up by their weights; returns the mean loss
         of their samples. `ready` is called with each bucket as its gradients are complete, in the same order on every
-        member. The flat gradient is written once `after`, something that still reads it, is done. A loss that is no
-        number ends the run, unless `finite` is False."""
+        member. The flat gradient is written when `after` is done: the handle of an operation that still reads it. A
+        loss that is not finite ends the run, unless `finite` is False."""
 
     def backward_with_others(self, batches: Sequence[Batch], share: float) -> float:
         """Forward and backward of a model whose layers wait for those of other workers on the same batches; gradients
-        are added up by the batches' weights, and the mean loss of their samples is returned, a number or not. `share`:
-        of the work on the whole model, what this worker does."""
+        are added up by the batches' weights, and the mean loss of their samples is returned, finite or not. `share`:
+        this worker's share of the work on the whole model."""
 
     def push_scale(self) -> float:
         """The `scale` that the last gradient is pushed with: 1, or 0 where it overflowed in half precision, so that the
         update which it would be part of is left out."""
 
     def keep_batches(self) -> None:
-        """Keep what is read from now on, where the same batches are asked for again and again."""
+        """Keep the samples that are read from now on, for programs that ask for the same batches again and again."""
 
     def weight_decay(self) -> list[tuple[int, int, float]]:
-        """The optimizer's weight decay, as (start, stop, weight) of the flat vector."""
+        """The optimizer's weight decay, as (start, stop, weight) for ranges of the flat vector."""
 
     def reached(self) -> list[int] | None:
-        """The entries of the layout that the last backward reached; None: all."""
+        """The entries of the layout that got gradients in the last backward; None: all."""
 
     def fetch(self, batch: Batch) -> Any:
-        """The batch as the task's data gives it, on this role's device: (inputs, targets), or what it has."""
+        """The batch as the task's data gives it, on this role's device: (inputs, targets), or the task's own form."""
 
     def compute(self, batch: Batch, work: Callable[[], T], share: float = 1.0, part: int = 0) -> T:
-        """Do some of the work on a batch. What is random in it is drawn by the batch's place in the run, and by `part`,
-        the number of the model's part that is at work; where time is simulated it takes this share of the time of a
-        whole forward and backward."""
+        """Do some of the work on a batch. Random numbers in it are drawn by the batch's place in the run, and by
+        `part`, the number of the model's part that works. In simulated time it takes `share` of the time of a whole
+        forward and backward."""
 
     def collected(self) -> Tensor:
         """The gradients that autograd has left at the parameters, as one flat registered vector, not clipped."""
@@ -155,13 +155,13 @@ class Progress(Protocol):
         so many samples `ahead`."""
 
     def loss_scale(self, joined: int) -> float:
-        """The factor of the gradient, where the recipe scales that instead of the rate."""
+        """The factor of the gradient, where the recipe scales the gradient instead of the rate."""
 
     def advance(self, batch: Batch, loss: float, answer: Answer | None = None) -> None:
-        """Count and record a batch from the servers that is done with; save when that is due."""
+        """Count and record a finished batch from the servers; save when a checkpoint is due."""
 
     def count(self, batch: Batch, answer: Answer) -> None:
-        """Count an answer that came after its batch was done with."""
+        """Count an answer that came after its batch was recorded."""
 
     def delayed(self, updates: int) -> None:
         """Count an update whose gradient belongs to parameters that were so many updates older."""
@@ -174,8 +174,8 @@ class Progress(Protocol):
         no loss to record."""
 
     def go_on(self, step: int, samples: int, *, over: bool = False) -> None:
-        """Go on from there: a coordinator that takes another's place knows better than a checkpoint. `over`: there is
-        nothing left but to save what is there."""
+        """Continue from this step and number of samples: a coordinator that takes another's place knows them better
+        than a checkpoint. `over`: nothing is left to do but to save."""
 
     def end_early(self, why: str) -> None:
         """Finish with the step at hand, for a reason that goes on record."""
@@ -184,7 +184,7 @@ class Progress(Protocol):
         """Record what this role has done for a step that a coordinator takes, a few times a second."""
 
     def worked(self, tally: Tally, seconds: float) -> None:
-        """Put on record what became of a batch's portions."""
+        """Put the counts of a batch's portions on record."""
 
 
 class State(Protocol):
@@ -197,7 +197,7 @@ class State(Protocol):
     def everybody(
         self, name: str, save: Callable[[], Mapping[str, Tensor]], load: Callable[[Mapping[str, Tensor]], None]
     ) -> None:
-        """Keep something that is the same on all members whenever a round is concluded."""
+        """Keep state that is the same on all members whenever a round is concluded."""
 
     def own(
         self,
@@ -208,8 +208,8 @@ class State(Protocol):
         undo: bool = True,
         handed: bool = True,
     ) -> None:
-        """Keep something of this role alone. A newcomer begins with that of a member that was there, unless `handed`
-        is False: then with what it has. With `undo` it is put back when a round is given up."""
+        """Keep state of this role alone. A newcomer begins with the state of a member that was there, or with its own
+        if `handed` is False. With `undo` the state is put back when a round is given up."""
 
 
 class Context(Protocol):
@@ -230,7 +230,7 @@ class Context(Protocol):
 
     @property
     def state(self) -> State:
-        """What must outlive this process, by name: help("torrential.strategies.context.State")."""
+        """State that must outlive this process, by name: help("torrential.strategies.context.State")."""
 
     @property
     def progress(self) -> Progress:
@@ -244,9 +244,9 @@ class Context(Protocol):
         """Take steps with the other members until the run is finished; each is taken by all of them or by none.
 
         `propose` does this member's part; nothing that others see may change by it, and what it changes here must be
-        registered state. When everybody's vote is in, the step is decided and `conclude` takes it, without waiting for
-        anybody. If a member dies or joins, a step that was decided is concluded by all; one that was not is put back
-        and proposed again by those who are there, on the data still owed."""
+        registered state. When the votes of all members are in, the step is decided and `conclude` takes it, without
+        waiting for any member. If a member dies or joins, a decided step is concluded by all; an undecided one is put
+        back and proposed again by the current members, on the data still owed."""
 
     def as_replica(self, program: Callable[[Context], None]) -> None:
         """Run a program as one of the workers of a replica, each with a stage of the model: they train on the same

@@ -7,7 +7,8 @@
 The baseline that people know (Li et al. 2020), under the rules of all other strategies: the same samples, records,
 evaluation and checkpoints. Each worker has an optimizer of its own, and all take the same steps. The death of a worker
 ends the run, as it does there; `--resume` goes on. Beside DDP's own exchange there is one small vote of the members in
-every step, on the loss and whether to stop. Real processes only: nobody can look into torch's library to simulate it.
+every step, on the loss and whether to stop. It runs on real processes only: torch's library cannot be simulated from
+outside.
 """
 
 from __future__ import annotations

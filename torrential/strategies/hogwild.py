@@ -2,9 +2,9 @@
 
     every worker     read x;  g = gradient at what was read;  x_v <- x_v - rate * g_v  for every v that g touches
 
-Nobody waits for anybody. Where gradients are sparse, two workers seldom write to the same place at the same time, and
-what is lost then is little; where they are dense they do so all the time. What a gradient has not seen are the updates
-that others have written since its parameters were read: that many are its delay, which is on record.
+No worker waits for another. Where gradients are sparse, two workers seldom write to the same place at the same time,
+and what is lost then is little; where they are dense they do so all the time. What a gradient has not seen are the
+updates that others have written since its parameters were read: that many are its delay, which is on record.
 
 After `period` minibatches each, workers meet, so that a checkpoint is of one moment and a death leaves no half-written
 step. Minibatches are dealt in turn: worker i of N takes the i-th, the (N+i)-th and so on.
@@ -63,7 +63,7 @@ class Hogwild(Strategy, frozen=True, kw_only=True):
 
 
 class _HogwildWorker:
-    """One worker: writes where it likes until the round is over."""
+    """One worker: writes to the common vector without locks until the round is over."""
 
     def __init__(self, strategy: Hogwild, ctx: Context) -> None:
         self._strategy, self._ctx = strategy, ctx

@@ -7,11 +7,11 @@
     worker ── Sums(blocks) ────────────► coordinator   sums of neighbouring portions, often one of all it had
 
 All sums are made in one order (data/ordered_sum.py), so the result is the same to the last bit with any number of
-workers, and whoever dies.
+workers, and after any deaths.
 
-A worker's portions are given to others when it dies. A coordinator's successor is told by the workers which round it
-is, with the estimate of that round, and what they have of it, whether they had sent it or not: no finished portion is
-computed anew but those of the dead.
+A worker's portions are given to others when it dies. A coordinator's successor learns from the workers which round it
+is, the estimate of that round, and the statistics that they have of it, sent or not: only the finished portions of dead
+workers are computed anew.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Sums(msgspec.Struct, frozen=True, tag=True):
 
 
 class SumsHeld(msgspec.Struct, frozen=True, tag=True):
-    """To the coordinator: a worker is idle and has this of a round, the estimate of which comes with it."""
+    """To the coordinator: a worker is idle, and has these sums of a round; the round's estimate comes with the
+    letter."""
 
     era: int
     life: int
@@ -121,7 +122,7 @@ def _query(ctx: Context) -> Query:
 
 
 class _Portions:
-    """The statistics of portions, as one role computes them; what it has read stays here."""
+    """The statistics of portions, as one role computes them; the rows that it has read are kept here."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx, self._query = ctx, _query(ctx)
@@ -286,7 +287,8 @@ class _Reducer:
         return {worker: found[worker] for worker in comm.view.workers}
 
     def _receive(self) -> Any:
-        """The next letter; None after a while, when those who are waited for are looked after."""
+        """The next letter; None after `timeout` seconds, when workers that are not idle have been reported as
+        suspect."""
         comm, timeout = self._ctx.comm, self._ctx.config.settings.timeout
         letter = comm.receive(timeout)
         if letter is None:
@@ -295,7 +297,7 @@ class _Reducer:
         return letter
 
     def _dismiss(self) -> None:
-        """Tell all workers that it is over, those too that come late."""
+        """Tell all workers that the run is over, also those that come late."""
         comm, told = self._ctx.comm, set[int]()
         while workers := comm.view.workers:
             for worker in set(workers) - told:
@@ -337,7 +339,8 @@ class _Reducer:
             self._portions.hold(worker, self._unsettled[worker])
 
     def _compute_alone(self) -> None:
-        """All workers have left, since the round was finished; but who was told so is gone."""
+        """Compute the portions that wait, where all workers have left after the round was finished and the coordinator
+        that knew its result is gone."""
         self._alone.begin()
         for number in [n for n in range(self._portions.count) if self._portions.waits(n)]:
             self._add(Block(0, number), self._alone.compute(number, self._round, self._estimate))

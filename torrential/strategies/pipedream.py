@@ -44,7 +44,7 @@ class PipeDream(Staged, frozen=True, kw_only=True):
     """A pipeline of stages in which every minibatch has a step of its own, with weights that are some steps old."""
 
     name: ClassVar[str] = "pipedream"
-    summary: ClassVar[str] = "stages of the model on different workers, a step for every minibatch, nobody waits"
+    summary: ClassVar[str] = "stages of the model on different workers, a step for every minibatch, no stage waits"
     uncompressed: ClassVar[str] = "its workers send activations"
 
     window: Annotated[int, msgspec.Meta(ge=1)] = 32
@@ -182,7 +182,7 @@ class _PipeDreamWorker:
 
     # -- copies -----------------------------------------------------------------------------------------------------
     def _tell_copies(self) -> None:
-        """Send the state of the stages to those who have them and do not run them."""
+        """Send the state of the stages to the workers that keep copies and do not run them."""
         comm, sent = self._ctx.comm, list[Handle]()
         for source, to, stage in self._deliveries():
             if source == self._rank:
@@ -194,8 +194,8 @@ class _PipeDreamWorker:
             handle.wait()
 
     def _deliveries(self) -> list[tuple[int, int, int]]:
-        """Who sends whom the state of which stage: in each pipeline the worker that runs the stage, or that of the
-        first pipeline that is complete."""
+        """(sender, receiver, stage) for each copy of a stage: the sender is the worker that runs the stage in the same
+        pipeline, or in the first complete one."""
         found = []
         for crew in self._crews:
             near = crew if crew.complete else self._complete[0]

@@ -146,7 +146,7 @@ class _PipelineWorker:
         ctx.comm.span(STEP, self._began, {"number": ctx.progress.step + 1})
 
     def _step(self, rate: float, scale: float, gradients: dict[nn.Parameter, Tensor]) -> None:
-        """Step some parameters; others may have gradients that are being added up."""
+        """Step some parameters; other parameters may have gradients that are still being added up."""
         before = {p: p.grad for p in self._ctx.replica.model.parameters()}
         for parameter in before:
             gradient = gradients.get(parameter)
@@ -184,8 +184,9 @@ class _PipelineWorker:
         self._shared, self._counted = self._tell_names([s for s in self._kept if s.stage in stages])
 
     def _tell_names(self, running: list[StageParameters]) -> tuple[dict[str, list[int]], set[str]]:
-        """Of the parameters that this worker computes gradients of: those that others of its pipeline do, too, with
-        the workers; and those whose gradients it counts in the norm of all, as the first that has them."""
+        """The parameters that other workers of this pipeline compute gradients of, too, each with these workers; and
+        the parameters whose gradients this worker counts in the norm of all gradients, as the first worker that has
+        them."""
         comm = self._ctx.comm
         names = {name: _number_of(name) for stage in running for name in stage.parameters}
         mine = torch.tensor(list(names.values()), dtype=torch.int64)
@@ -204,7 +205,8 @@ class _PipelineWorker:
 
     # -- gradients --------------------------------------------------------------------------------------------------
     def _sum_gradients(self) -> None:
-        """Over workers of a pipeline that share a parameter, then over pipelines; then copies are told."""
+        """Sum gradients over workers of a pipeline that share a parameter, then over pipelines; then send them to
+        copies."""
         comm, strategy = self._ctx.comm, self._strategy
         parameters = {name: p for stage in self._kept for name, p in stage.parameters.items()}
         for name, ranks in self._shared.items():
@@ -234,7 +236,7 @@ class _PipelineWorker:
             handle.wait()
 
     def _square(self) -> float:
-        """The square of the norm of those gradients that this worker counts, if anybody wants to know."""
+        """The squared norm of the gradients that this worker counts; 0 if nothing is clipped."""
         if self._ctx.task.clip_norm is None:
             return 0.0
         found = {name: p.grad for stage in self._kept for name, p in stage.parameters.items() if name in self._counted}

@@ -129,7 +129,7 @@ class PortionWorker:
                     self._carry_out(order, letter.source)
 
     def _is_closed(self) -> bool:
-        """Whether the coordinator is gone because there is nothing left to do; else it will be back."""
+        """Whether the coordinator is gone because there is nothing left to do; otherwise a successor will come."""
         if self._ctx.comm.view.coordinators:
             return False
         answer = self._ctx.params.call("survey", {"least": 0}).wait()

@@ -9,10 +9,10 @@ Parameters, gradient, direction and history lie on the servers, each range on on
 The objective is the mean loss over the batch, and the optimizer's weight decay; the line search sees to it that every
 step decreases it. What the optimizer is called, and its learning rate, have no effect.
 
-Anybody may die. A worker's portions are given to others; a sum that reached some servers only is computed again and
+Any role may die. A worker's portions are given to others; a sum that reached some servers only is computed again and
 added where it is missing. A coordinator's successor asks the servers what they remember and the workers what they have,
-and says the rest of the iteration again: what was said before is not done twice, and no finished portion is computed
-anew.
+and repeats the commands of the iteration: commands that were carried out before are not carried out twice, and no
+finished portion is computed anew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stale synchronous parallel (Ho et al. 2013): nobody runs more than `staleness` clocks ahead of the slowest.
+"""Stale synchronous parallel (Ho et al. 2013): no worker runs more than `staleness` clocks ahead of the slowest.
 
     clock c   pull, which waits until everybody has completed c - s clocks | work | push, stamped c
 
@@ -23,7 +23,7 @@ class Ssp(ParameterServerStrategy, frozen=True, kw_only=True):
     """Stale synchronous parallel: no worker runs more than `staleness` clocks ahead of the slowest."""
 
     name: ClassVar[str] = "ssp"
-    summary: ClassVar[str] = "bounded staleness: nobody runs more than s clocks ahead of the slowest"
+    summary: ClassVar[str] = "bounded staleness: no worker runs more than s clocks ahead of the slowest"
 
     staleness: Annotated[int, msgspec.Meta(ge=0)] = 3
     """Clocks that the fastest worker may be ahead of the slowest."""

@@ -10,8 +10,8 @@ was sent, as in `diloco`, and every worker goes on from between these and its ow
 
     x_i  <- (1 - own) * outer + own * x_i
 
-So a link is busy all the time at a fragment's size, instead of now and then at the model's, and nobody waits for what
-comes within a round. Workers differ between rounds: what is evaluated and saved is their average.
+So a link is busy all the time at a fragment's size, instead of now and then at the model's, and no worker waits for a
+sum that arrives within a round. Workers differ between rounds: their average is evaluated and saved.
 """
 
 from __future__ import annotations

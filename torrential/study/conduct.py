@@ -1,4 +1,4 @@
-"""Carry a study out: run by run, each at most once to its end, whatever interrupts it.
+"""Carry a study out: run by run, each at most once to its end, also after interruptions.
 
 The directories of the runs are all that is remembered. A run that ended, well or by diverging, is never repeated; one
 that was cut off is removed and started anew. So a study goes on when it is called again, however it was stopped.

@@ -1,4 +1,4 @@
-"""How often runs were evaluated: whoever looks more often sees a lucky crossing of the target sooner.
+"""How often runs were evaluated: a run that is evaluated more often crosses the target sooner by luck.
 
 What counts is the interval that was kept, not the one that was asked for: a snapshot of servers needs a mark of every
 worker, and with many workers training may be further on than that when it is whole.

@@ -1,6 +1,6 @@
 """Which runs a study consists of, in which order: a pure function of the question.
 
-Trial by trial, and within a trial the entries in an order drawn by the seed, so that whatever drifts on the machine
+Trial by trial, and within a trial the entries in an order drawn by the seed, so that a drift of the machine
 hits all entries alike. Every run has a seed of its own.
 """
 

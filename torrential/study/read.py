@@ -53,7 +53,7 @@ def read_study(directory: Path, task: str | None = None, read: ReadRun | None = 
 
 
 def read_runs(directory: Path, task: str | None = None, read: ReadRun | None = None) -> Study:
-    """The runs that lie in a directory, whatever else is in there."""
+    """The runs that lie in a directory; other files there are ignored."""
     return _plain(directory, _runs_in(directory), [], task, read or read_run)
 
 

@@ -31,7 +31,7 @@ def best_value(run: Run, maximize: bool) -> float | None:
 
 
 def _goodness(run: Run, maximize: bool) -> float:
-    """Higher is better, whatever the metric."""
+    """A score by which higher is better, for any metric."""
     value = best_value(run, maximize)
     return -math.inf if run.diverged or value is None else value if maximize else -value
 

@@ -1,15 +1,15 @@
-"""What must hold in a run, whatever happens to it: looked at between any two events, and at the end.
+"""The invariants of a run under any faults: checked between any two events, and at the end.
 
 - the members of an all-reduce, or of an average of local steps, have the same parameters, bit for bit, after the same
-  number of steps, and the same of whatever else is everybody's; in the end these, and those of every checkpoint, are
-  what plain training on the joined batches comes to (where a round is one step): testing/plain.py
+  number of steps, and the same of all other common state; in the end these, and those of every checkpoint, are what
+  plain training on the joined batches comes to (where a round is one step): testing/plain.py
 - on one vector without locks every minibatch counts once; elastic exchanges conserve the sum: testing/falling.py
 - all workers of pipelines that have a parameter have the same bits of it after the same step; checkpoints of a model
   with batch norm, buffers too, are those of a run without faults: testing/pipelined.py
 - pushes: testing/ledger.py
 - of workers that execute a clock, none is more than `staleness` clocks ahead of another (server/consistency.py)
 - every range's replicas are equal to its head once nothing is under way
-- it ends: nobody waits for ever, and a run fails only when what it needs is really gone
+- it ends: no role waits for ever, and a run fails only when the state that it needs is really gone
 """
 
 from __future__ import annotations

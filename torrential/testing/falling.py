@@ -1,6 +1,6 @@
 """What must hold where every gradient is one: all parameters have moved by the rate for every update that is counted.
 
-- on one vector without locks, and in every checkpoint of it: each minibatch counts once, whatever died meanwhile
+- on one vector without locks, and in every checkpoint of it: each minibatch counts once, also after deaths
 - of elastic averaging: between two exchanges a worker moves by its own steps and by what it has pushed, and by nothing
   else; with testing/ledger.py, by which the centre has moved by every push once, exchanges conserve the sum of the
   centre and all workers

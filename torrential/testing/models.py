@@ -28,7 +28,7 @@ def blocks(normed: bool) -> nn.Module:
 
 
 class Falling(nn.Module):
-    """A model of which every gradient is one, whatever the batch."""
+    """A model whose gradients are all one, for any batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 joined batches       the next ones follow from the place in the data, unless members change
 leases, one joined   likewise
 leases as one comes  taken ahead: a worker holds a few, and gives back what it does not train on
-... of one clock     guessed (a checkpoint of such a run relies on nobody having samples of a later clock)
+... of one clock     guessed (a checkpoint of such a run relies on no worker having samples of a later clock)
 """
 
 from __future__ import annotations

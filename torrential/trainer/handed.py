@@ -4,7 +4,7 @@
     worker   maps the file; strategy.part() picks modules; their tensors are copied; the mapping goes
 
 So all workers begin with the values of one model, and no memory of a worker's is ever given to another one's tensors:
-pages of the file that nobody reads are in no process.
+pages of the file that are not read are in no process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dynamic loss scaling for fp16 (Micikevicius et al. 2018): gradients too small for it are computed S times as large.
 
     loss * S ──► backward in fp16 ──► float32, / S ──► finite? ──► step; after `INTERVAL` good ones S doubles
-                                                          └ no ──► no step, by anybody; S halves
+                                                          └ no ──► no member steps; S halves
 
 Gradients are divided as they arrive at their parameters, before they are summed, clipped or sent. S is a power of two,
 so that changes no bit. In rounds everybody votes on whether to skip; with servers a worker has an S of its own, and its
@@ -54,7 +54,7 @@ class LossScale:
         return [float(self._met)]
 
     def decide(self, overflowed: bool, steps: int = 1) -> None:
-        """Change S after a step, or a round of several, in which somebody's gradient overflowed or nobody's."""
+        """Change S after a step, or a round of several, in which a member's gradient overflowed, or none did."""
         self.skipping = overflowed
         self._good = 0 if overflowed else self._good + steps
         if overflowed:

@@ -5,9 +5,9 @@
     all      push and pull, each its own parameters, then what the servers have answered all of them together
 
 So all of them take the same turns of the same program, at the same clocks. When one dies, the servers forget the whole
-replica, and whatever it had been dealt goes to others; what it was doing ends with Regrouped. It begins again, with the
-servers' parameters, when another worker has taken that one's place. An era is the time between two such changes: a
-number that all of a replica's workers know from the lives of one another.
+replica, and its samples are dealt to others; all waits of its workers end with Regrouped. The replica begins again,
+with the servers' parameters, when another worker has replaced the dead one. An era is the time between two such
+changes: a number that each of a replica's workers computes from the lives of all of them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Partition:
 
     # -- who is there -----------------------------------------------------------------------------------------------
     def meet(self, client: Callable[[], Client]) -> bool:
-        """Wait until all workers of the replica are there; False if the run is over without it. `client`: makes one of
+        """Wait until all workers of the replica are there; False if the run ends without it. `client` makes a client of
         this worker alone, to ask the servers how far the run has come."""
         while (era := self._current()) is None:
             if not self._wait_for_others(client()):
@@ -76,7 +76,8 @@ class Partition:
         return True
 
     def _wait_for_others(self, client: Client) -> bool:
-        """Until the replica is complete; False if the run is over without it. Fails when nobody trains any more."""
+        """Wait until the replica is complete; False if the run ends without it. Raises RunFailed when no replica trains
+        any more."""
         comm, timeout = self._comm, self._config.settings.timeout
         asked: PendingRequest | None = None
         idle = again = comm.now()  # since when nobody trains, and when to ask again, as letters may be lost
@@ -135,7 +136,8 @@ class Partition:
         self._seen = view
 
     def close(self) -> None:
-        """All have done with their last batch. Nobody leaves before that: servers do not answer the others then."""
+        """Wait until all workers have finished their last batch. None leaves before: servers would not answer the
+        others then."""
         try:
             self.gather([0.0])
         except Regrouped:  # they have left, or died: nothing more is wanted of them
@@ -162,7 +164,7 @@ class Partition:
         return dealt
 
     def gather(self, numbers: Sequence[float]) -> Tensor:
-        """Everybody's numbers, by stage."""
+        """The numbers of all workers, by stage."""
         mine = torch.tensor(numbers, dtype=torch.float64)
         sent = [self._comm.send(mine, rank, "numbers") for rank in self._others]
         rows = {rank: self._comm.recv(torch.empty_like(mine), rank, "numbers").wait() for rank in self._others}
@@ -193,6 +195,7 @@ class Partition:
         )
 
     def marking(self, message: Marking) -> None:
-        """The leader tells the others with the next batch; whoever else hears of a checkpoint waits for that."""
+        """Note a checkpoint to mark, as the leader: it tells the others with the next batch. Other workers wait for
+        that."""
         if message.number > self._marking.number:
             self._marking = message

@@ -2,10 +2,10 @@
 
     propose    each member does its part; nothing that others see changes
     vote       a small all-gather; when it is complete, the step is decided for everybody
-    conclude   everybody takes the step, and waits for nobody
+    conclude   every member takes the step, and waits for no other
 
 If a member dies or joins, all waits end with Regrouped. The members meet; a step whose votes are complete on any of
-them is concluded by all, any other is put back, and proposed again by those who are there, on the data still owed. A
+them is concluded by all, any other is put back, and proposed again by the current members, on the data still owed. A
 member behind the others takes over their state.
 """
 
@@ -142,7 +142,7 @@ class Rounds:
 
     @contextlib.contextmanager
     def _equally_many(self) -> Iterator[None]:
-        """Say whose votes have how many numbers, if they differ."""
+        """Turn UnequalSizes into an error that names the numbers of votes of each worker."""
         try:
             yield
         except UnequalSizes as error:
@@ -193,7 +193,7 @@ class Rounds:
 
     def _stand(self) -> int:
         """Conclude the step if its ballot is complete, else put it back; called when every member has stopped. Where
-        parameters are each member's own, it is put back when it is known that nobody has concluded it."""
+        parameters are each member's own, it is put back when it is known that no member has concluded it."""
         if self.ballot is not None and self.ballot.done():
             with contextlib.suppress(StepDropped):  # it is voted on again
                 self._take_step()

@@ -72,7 +72,7 @@ class Saving:
             self._client.complain(self._pending, self._complained - self._asked)
 
     def at_once(self, snapshot: Snapshot) -> None:
-        """Save what the servers have, of which this role knows that nobody changes it meanwhile."""
+        """Save the state of the servers, which no worker changes meanwhile, as this role knows."""
         whole = None
         while whole is None:  # a server may die
             self.begin(at_once=True)

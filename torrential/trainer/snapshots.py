@@ -15,7 +15,7 @@ from torrential.trainer.state import NamedStates
 
 
 class Snapshots:
-    """The snapshots of one role: its own states, and the rest if it is the first of those who take part."""
+    """The snapshots of one role: its own states, and all others if it is the first of the members."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Snapshots:
         self._given = min(self._given, self._progress.step - 1)
 
     def give_when_due(self, alone: bool = False) -> None:
-        """`alone`: nobody else has a part in it."""
+        """Give a snapshot if one is due. `alone`: no other role has a part in it."""
         progress = self._progress
         if self._dry or self._given >= progress.step or not progress.snapshot_due():
             return

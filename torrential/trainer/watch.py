@@ -20,7 +20,7 @@ def _tell(watch: weakref.ref[BackwardWatch], index: int, _: Tensor) -> None:
 
 
 class BackwardWatch:
-    """Buckets are announced in order, whatever order backward completes them in, so that all workers agree on it."""
+    """Announces buckets in one order, in whichever order backward completes them, so that all workers agree on it."""
 
     def __init__(self, parameters: list[nn.Parameter], layout: Layout, hooks: bool = True) -> None:
         """`hooks`: backward is heard of by itself, not told by `replay`."""

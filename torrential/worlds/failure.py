@@ -60,7 +60,7 @@ def failed(role: str, failure: Failure, directory: Path) -> RunFailed:
 
 @contextlib.contextmanager
 def attributed(role: str, directory: Path) -> Iterator[None]:
-    """Attribute whatever is raised in this block to a role."""
+    """Attribute every exception that is raised in this block to a role."""
     try:
         yield
     except BaseException as error:  # user code may raise anything

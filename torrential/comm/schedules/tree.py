@@ -1,7 +1,7 @@
 """Double binary tree, as in NCCL: two trees carry half of the vector each, in chunks that follow one another.
 
-Sums travel up to the root and back down. Whoever is inside one tree is a leaf of the other, so that everybody's two
-directions are used alike: at most 2n sent by anybody, 2(p-1) n in all, depth at most ceil(log2 p).
+Sums travel up to the root and back down. A member that is inside one tree is a leaf of the other, so that both
+directions of each member are used alike: at most 2n sent by any member, 2(p-1) n in all, depth at most ceil(log2 p).
 
     tree A of 8    0            With b the lowest set bit of r > 0: the parent is (r ^ b) | 2b, or r ^ b if there is
                    └─4          no such member; the children r - b/2 and r + b/2, whose offset halves until it exists.

@@ -50,7 +50,7 @@ class Compute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seconds_per_sample: Annotated[float, Meta(gt=0, le=1e6)] | Literal["measure"] = "measure"
     """Seconds of forward and backward per sample; "measure": as on this machine, with one thread."""
     seconds_per_step: Seconds = 0.0
-    """Seconds that every step takes besides, whatever the batch."""
+    """Seconds that every step takes in addition, for any batch."""
     spread: Literal["none", "lognormal", "exponential", "pareto"] = "none"
     """The distribution of the time from step to step, around the same mean."""
     shape: Positive = 0.3
@@ -87,14 +87,14 @@ class Inside(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     contention: Seconds = 0.0
     """By how much cores at work slow one another down: 0.1 makes two or more take 1.1 times as long."""
     letter: Seconds = 0.0
-    """Seconds that reading a letter takes, whatever is in it; in shared memory, reading what one other member has put
+    """Seconds that reading a letter takes, for any contents; in shared memory, reading what one other member has put
     there for a sum or a vote."""
     request: Seconds | None = None
     """Seconds that a server takes for a request, besides its work on tensors; None: as long as for any letter."""
     memory: Seconds | None = None
     """Seconds per byte that is read or written, where roles of one host share memory, as with transport=shared: tensors
-    stay where they are, and whoever copies, adds up or updates them (in allreduce its own slice) takes its own time for
-    it. None: tensors travel inside a host, too, and no update takes any time."""
+    stay where they are, and the role that copies, adds up or updates them (in allreduce its own slice) spends its own
+    time on it. None: tensors travel inside a host, too, and no update takes any time."""
 
 
 class Straggler(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -195,7 +195,7 @@ class SimComm(SimMail):
         return self.carrier.all_gather(vector)
 
     def read_others(self) -> None:
-        """Read what every other member has put into shared memory, where nobody sends a letter."""
+        """Read what every other member has put into shared memory, where no letter is sent."""
         self.work(self.hub.cluster.inside.letter * (len(self.members) - 1))
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
@@ -313,8 +313,8 @@ class SimComm(SimMail):
         self.tell(m.Relieved())
 
     def suspect(self, address: int, seconds: float) -> None:
-        """Nobody hangs here, and who is dead is known: the two are cut off, or all wait for one another. A worker may
-        be computing."""
+        """Raise WaitedTooLong for a server: no role hangs here and all deaths are known, so the two are cut off from
+        each other, or all wait for one another. A worker may be computing."""
         if role_of(address)[0] == "worker":
             return
         raise WaitedTooLong(role_name(address), seconds, "its answer")

@@ -1,4 +1,4 @@
-"""The cores of one host: whoever works on it gets an equal share of them, and one core at the most.
+"""The cores of one host: each role that works there gets an equal share of them, and one core at the most.
 
     worker 0   |== compute ==|      |== compute ==|
     worker 1   |=== compute ===|     |=== compute ===|        three at work on two cores: each at two thirds of

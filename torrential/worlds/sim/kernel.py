@@ -111,7 +111,7 @@ class SimRole:
         self.over = True
 
     def sleep(self, seconds: float) -> None:
-        """Sleep; whatever comes in the meantime has to wait."""
+        """Sleep; messages that come in the meantime have to wait."""
         self.kernel.after(seconds, self.go_on, self.turn)
         self._give_way()
 

@@ -190,7 +190,7 @@ class SimMail:
             self._stop = True
 
     def begin(self) -> None:
-        """Wait for the first view: nobody can be written to before."""
+        """Wait for the first view: before it no role can be written to."""
         self.until(lambda: self.view.version > 0)
 
     def land(self, where: Callable[[Any], Sequence[Tensor] | None]) -> None:

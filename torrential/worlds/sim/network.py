@@ -2,7 +2,7 @@
 
     sender's NIC     |== a ==|== b ==|                one message after the other, receivers taking turns
     latency                  ·········
-    receiver's NIC            |== a ==|== c ==|        first come, first served, whoever sent it
+    receiver's NIC            |== a ==|== c ==|        first come, first served, from all senders
     receiver                          |= a =|= c =|    applies or copies it, and has it then
 
 So what many send to one queues there. Small messages do not queue: on a real line they pass between the packets of
