@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -31,7 +31,7 @@ from torrential.stages.spans import span_of
 from torrential.stages.split_backward import DeferredGradient, NotedCall, backward_input, backward_weight, noting
 from torrential.stages.traced_part import TracedPart
 from torrential.stages.transfer import Receiver, Sender, differentiable
-from torrential.stages.whole_backward import backward
+from torrential.stages.whole_backward import backward, most_inputs
 from torrential.step import pair
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class StageReplica(Protocol):
 
     def fetch(self, batch: Batch) -> Any: ...
 
-    def compute(self, batch: Batch, work: Callable[[], T], share: float = 1.0, part: int = 0) -> T: ...
+    def compute(self, batch: Batch, work: Callable[[], T], share: float = 1.0, part: int | None = 0) -> T: ...
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class StagePasses:
         self._parts = self._parts_of(runners[self._place][1])
         model, costs = replica.model, plan.costs
         self._modules = [[model.get_submodule(part_name(*part)) for part in parts] for parts in self._parts]
+        self._leaves_alone = [leaves_alone(modules[0]) for modules in self._modules]
+        self._most_inputs = [most_inputs(modules) for modules in self._modules]
         self._shares = [sum(costs[c * plan.stages + s] for s, c in parts) / sum(costs) for parts in self._parts]
         self._sender, self._receiver = Sender(comm, plan.room), Receiver(comm, plan.room)
         self._microbatches: list[Batch] = []
@@ -119,7 +121,8 @@ class StagePasses:
                     meanwhile = None
                 carry_out(action, pending)
         for handle in pending:
-            handle.wait()
+            if not handle.done():
+                handle.wait()
         samples = sum(map(len, self._microbatches)) if self._last else 0
         return math.fsum(self._losses) / max(1, samples), samples
 
@@ -163,7 +166,7 @@ class StagePasses:
                 self._backward_input(number, chunk)
             case BackwardWeight(number, chunk):
                 work = partial(backward_weight, self._deferred.pop((number, chunk)))
-                self._timed(number, work, (1 - FORWARD) / 2 * self._shares[chunk], 0)
+                self._timed(number, work, (1 - FORWARD) / 2 * self._shares[chunk], None)
             case OptimizerStep():
                 self._step()
             case SendTo(to, number, "gradient", chunk):
@@ -182,7 +185,7 @@ class StagePasses:
     def _computed(self, number: int, chunk: int, with_gradients: bool = True) -> Any:
         """What a chunk makes of a microbatch; of the last layer's output the loss."""
         value = self._inputs[number, chunk]
-        if not leaves_alone(self._modules[chunk][0]):
+        if not self._leaves_alone[chunk]:
             value = mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
         share = FORWARD * self._shares[chunk] / len(self._modules[chunk])
         for (stage, piece), module in zip(self._parts[chunk], self._modules[chunk], strict=True):
@@ -209,7 +212,7 @@ class StagePasses:
             self._calls.pop((number, chunk), None)
             output = self._computed(number, chunk)
         if self._is_end(chunk):
-            return [output * self._microbatches[number].weight], []
+            return [output], [torch.full_like(output, self._microbatches[number].weight)]
         slopes = zip(differentiable(output), self._slopes.pop((number, chunk)), strict=True)
         needed = [(tensor, slope) for tensor, slope in slopes if tensor.requires_grad]
         return [tensor for tensor, _ in needed], [slope for _, slope in needed]
@@ -217,7 +220,9 @@ class StagePasses:
     def _backward(self, number: int, chunk: int) -> None:
         ends, given = self._ends(number, chunk)
         if ends:
-            self._timed(number, partial(backward, ends, given), (1 - FORWARD) * self._shares[chunk], 0)
+            in_place = len(self._microbatches[number]) <= self._most_inputs[chunk]
+            work = partial(backward if in_place else torch.autograd.backward, ends, given)
+            self._timed(number, work, (1 - FORWARD) * self._shares[chunk], None)
 
     def _backward_input(self, number: int, chunk: int) -> None:
         ends, given = self._ends(number, chunk)
@@ -226,9 +231,9 @@ class StagePasses:
         calls = self._calls.pop((number, chunk), [])
         work = partial(backward_input, ends, given, inputs, parameters.values(), calls)
         share = (1 - FORWARD) / 2 * self._shares[chunk]
-        self._deferred[number, chunk] = self._timed(number, work, share, 0) if ends else []
+        self._deferred[number, chunk] = self._timed(number, work, share, None) if ends else []
 
-    def _timed(self, number: int, work: Callable[[], T], share: float, part: int) -> T:
+    def _timed(self, number: int, work: Callable[[], T], share: float, part: int | None) -> T:
         return self._replica.compute(self._microbatches[number], work, share, part)
 
     def _is_end(self, chunk: int) -> bool:
@@ -252,11 +257,12 @@ def leaves_alone(module: nn.Module) -> bool:
 
 def _pieces(batch: Batch, count: int) -> list[Batch]:
     """A batch in so many microbatches of near-equal sizes, as far as there are samples."""
-    pieces, first = [], batch.first
-    for indices in batch.indices.tensor_split(min(count, len(batch))):
-        weight = batch.weight * len(indices) / len(batch)
-        pieces.append(replace(batch, first=first, indices=indices, weight=weight))
-        first += len(indices)
+    pieces, first, samples = [], batch.first, len(batch)
+    for indices in batch.indices.tensor_split(min(count, samples)):
+        rows = indices.numel()
+        weight = batch.weight * rows / samples
+        pieces.append(Batch(batch.epoch, first, indices, batch.total, weight, batch.lease))
+        first += rows
     return pieces
 
 
