@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -36,6 +36,7 @@ from torrential.step import pair
 
 T = TypeVar("T")
 
+_schedule = lru_cache(schedule)
 FORWARD = 1 / 3  # the share of forward in the time of a batch
 
 
@@ -91,7 +92,8 @@ class StagePasses:
         self._shares = [sum(costs[c * plan.stages + s] for s, c in parts) / sum(costs) for parts in self._parts]
         self._sender, self._receiver = Sender(comm, plan.room), Receiver(comm, plan.room)
         self._microbatches: list[Batch] = []
-        self._data: list[Any] = []  # each microbatch, where the first or the last layer is here
+        self._given: list[Any] = []  # by microbatch: the model's inputs, where the first layer is here
+        self._targets: list[Any] = []  # by microbatch, where the last layer is here
         self._inputs: dict[tuple[int, int], Any] = {}  # by microbatch and chunk, as are the next two
         self._outputs: dict[tuple[int, int], Any] = {}
         self._slopes: dict[tuple[int, int], list[Tensor]] = {}
@@ -115,7 +117,7 @@ class StagePasses:
         if self._microbatches:
             count = len(self._microbatches)
             carry_out = self._carry_out_traced if self._comm.traced else self._carry_out
-            for action in schedule(self._plan.order, self._count, count, self._place, len(self._parts)):
+            for action in _schedule(self._plan.order, self._count, count, self._place, len(self._parts)):
                 if meanwhile is not None and isinstance(action, ReceiveFrom):
                     meanwhile()
                     meanwhile = None
@@ -127,16 +129,21 @@ class StagePasses:
         return math.fsum(self._losses) / max(1, samples), samples
 
     def _cut(self, batches: Sequence[Batch]) -> None:
-        """The batches as microbatches, with their data where they are needed: at the first and the last stage."""
-        self._microbatches, self._data = [], []
+        """The batches as microbatches, with inputs at the first stage and targets at the last."""
+        self._microbatches, self._given, self._targets = [], [], []
         for batch in batches:
             pieces = _pieces(batch, self._plan.microbatches)
             self._microbatches += pieces
-            if self._place == 0 or self._last:
-                whole = self._replica.fetch(batch)
-                for piece in pieces:
-                    first = piece.first - batch.first
-                    self._data.append(_rows(whole, first, first + len(piece), len(batch)))
+            if self._place > 0 and not self._last:
+                continue
+            inputs, targets = pair(self._replica.fetch(batch))
+            for piece in pieces:
+                first = piece.first - batch.first
+                place = first, first + len(piece), len(batch)
+                if self._place == 0:
+                    self._given.append(_rows(inputs, *place))
+                if self._last:
+                    self._targets.append(_rows(targets, *place))
 
     def _carry_out_traced(self, action: Action, pending: list[Handle]) -> None:
         if isinstance(action, OptimizerStep) and not SCHEDULES[self._plan.order].asynchronous:
@@ -176,7 +183,7 @@ class StagePasses:
 
     def _forward(self, number: int, chunk: int) -> None:
         if self._place == 0 and chunk == 0:
-            self._inputs[number, chunk] = pair(self._data[number])[0]
+            self._inputs[number, chunk] = self._given[number]
         output = self._computed(number, chunk, with_gradients=not self._plan.recompute)
         if self._is_end(chunk):
             self._losses.append(float(output.detach()) * len(self._microbatches[number]))
@@ -194,7 +201,7 @@ class StagePasses:
             value = self._timed(number, work, share, part)
         if not self._is_end(chunk):
             return value
-        return _run(self._loss, value, with_gradients, pair(self._data[number])[1])
+        return _run(self._loss, value, with_gradients, self._targets[number])
 
     def _runnable(self, number: int, chunk: int, module: nn.Module) -> Callable[[Any], Any]:
         """What a microbatch passes through: a part of the model with the weights that are meant for it."""
@@ -241,8 +248,10 @@ class StagePasses:
 
 
 def _run(function: Callable[..., Any], value: Any, with_gradients: bool, *more: Any) -> Any:
-    """Grad mode is a thread's: it must not be set while others may have their turn."""
-    with torch.set_grad_enabled(with_gradients):
+    """Grad mode is a thread's: it must not be set while others may have their turn. It is on unless it is set."""
+    if with_gradients:
+        return function(value, *more)
+    with torch.no_grad():
         return function(value, *more)
 
 
@@ -272,7 +281,7 @@ def _rows(whole: Any, first: int, last: int, samples: int) -> Any:
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
-        if len(leaf) != samples:
+        if leaf.shape[0] != samples:
             raise RunFailed(
                 f"a tensor of the batch has {len(leaf)} rows where the batch has {samples} samples, and cannot be cut "
                 "into microbatches; put samples first in collate"
