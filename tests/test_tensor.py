@@ -458,24 +458,22 @@ def test_the_last_copy_of_a_slice_ends_the_run_with_a_line(tmp_path: Path) -> No
         train(tmp_path / "two", task(), 4, ways=2, cluster=lost)
 
 
-def sizes_of(result: Any, samples: int, batch: int) -> list[int]:
-    """The samples of each step. Only some steps are on record, the first of every generation among them: before it, all
-    had as many groups, one or two."""
+def sizes_of(result: Any, samples: int, batch: int) -> list[list[int]]:
+    """The samples of each step, all ways that fit the records. Only some steps are on record, the first of every
+    generation among them: before it, all had as many groups, one or two."""
     points = sorted({(r.step, r.samples) for r in result.history if isinstance(r, Step)})
-    sizes: list[int] = []
+    found: list[list[int]] = [[]]
     for step, done in points:
-        count = step - len(sizes)
-        for first, second in ((2, 2), (1, 1), (2, 1), (1, 2)):
-            groups = [first] * (count - 1) + [second]
+        longer = list[list[int]]()
+        for sizes, first, second in itertools.product(found, (1, 2), (1, 2)):
             tried = list(sizes)
-            for each in groups:
-                tried.append(min(each * batch, samples - sum(tried) % samples))
-            if sum(tried) == done:
-                sizes = tried
-                break
-        else:
-            raise AssertionError(f"{points} are no steps of one or two groups")
-    return sizes
+            for groups in [first] * (step - len(sizes) - 1) + [second]:
+                tried.append(min(groups * batch, samples - sum(tried) % samples))
+            if sum(tried) == done and tried not in longer:
+                longer.append(tried)
+        found = longer
+    assert found, f"{points} are no steps of one or two groups"
+    return found
 
 
 def plain_steps(given: tt.Task, sizes: list[int]) -> nn.Module:
@@ -489,6 +487,13 @@ def plain_steps(given: tt.Task, sizes: list[int]) -> nn.Module:
         F.cross_entropy(model(ROWS.tensors[0][rows]), LABELS[rows]).backward()
         optimizer.step()
     return model
+
+
+def is_plain(result: Any, given: tt.Task) -> bool:
+    """Whether a run's model is a plain loop's on steps of the sizes that the run had, to rounding."""
+    loops = (dict(plain_steps(given, sizes).named_parameters()) for sizes in sizes_of(result, 70, 20))
+    trained = dict(result.model.named_parameters())
+    return any(all(torch.allclose(trained[n], p, rtol=0, atol=1e-9) for n, p in loop.items()) for loop in loops)
 
 
 class Counting(nn.Module):
@@ -516,9 +521,7 @@ def test_dead_workers_change_nothing_beyond_rounding(tmp_path: Path, seed: int) 
     given = task(Counting, epochs=3)
     result = train(tmp_path / "run", given, 4, ways=2, cluster=crashing(*faults))
     assert result.summary.samples == 210
-    expected = dict(plain_steps(given, sizes_of(result, 70, 20)).named_parameters())
-    for name, parameter in result.model.named_parameters():
-        assert torch.allclose(parameter, expected[name], rtol=0, atol=1e-9), name
+    assert is_plain(result, given)
 
 
 @pytest.mark.parametrize(("worker", "restart"), [(0, False), (3, True)])
@@ -527,9 +530,7 @@ def test_a_worker_that_is_killed_changes_nothing_beyond_rounding(tmp_path: Path,
     killing = Killing(f"tt-worker-{worker}", lambda record: isinstance(record, Step))
     result = train(tmp_path / "run", given, 4, ways=2, world="local", restart=restart, listeners=[killing])
     assert killing.killed.is_set() and result.summary.samples == 2800
-    expected = dict(plain_steps(given, sizes_of(result, 70, 20)).named_parameters())
-    for name, parameter in result.model.named_parameters():
-        assert torch.allclose(parameter, expected[name], rtol=0, atol=1e-9), name
+    assert is_plain(result, given)
 
 
 def test_a_run_that_lost_a_slice_is_resumed(tmp_path: Path) -> None:

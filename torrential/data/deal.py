@@ -72,7 +72,7 @@ class Batch:
     lease: int = 0  # the lease to name in the push, where servers deal samples
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return self.indices.numel()
 
     @property
     def stop(self) -> int:

@@ -37,22 +37,19 @@ class StageParameters:
         """From now on the vectors are those of this worker, and not to be written to if that is another one."""
         sizes = [p.numel() for p in self.parameters.values()]
         kind = next((p.dtype for p in self.parameters.values()), torch.float32)
-        self._vectors = [
-            self._comm.buffer(
-                f"gradient of stage {self.stage}, {turn}", max(1, sum(sizes) + len(sizes)), kind, rank=rank
-            )
-            for turn in range(self._turns)
-        ]
+        self._all: list[tuple[Tensor, list[Tensor], Tensor]] = []  # by turn: a vector, its views and its last numbers
+        for turn in range(self._turns):
+            name = f"gradient of stage {self.stage}, {turn}"
+            vector = self._comm.buffer(name, max(1, sum(sizes) + len(sizes)), kind, rank=rank)
+            pieces = zip(vector[: sum(sizes)].split(sizes), self.parameters.values(), strict=True)
+            views = [piece.view_as(p) for piece, p in pieces]
+            self._all.append((vector, views, vector[sum(sizes) : sum(sizes) + len(sizes)]))
         self._own = rank == self._comm.rank
         self.turn(0)
 
     def turn(self, number: int) -> None:
-        """Go on to the vector of this round."""
-        sizes = [p.numel() for p in self.parameters.values()]
-        self.gradient = self._vectors[number % self._turns]
-        pieces = self.gradient[: sum(sizes)].split(sizes)
-        self._views = [piece.view_as(p) for piece, p in zip(pieces, self.parameters.values(), strict=True)]
-        self._reached = self.gradient[sum(sizes) : sum(sizes) + len(sizes)]  # by parameter: whether there is one
+        """Go on to the vector of this round: the views of it by parameter, and whether each has a gradient."""
+        self.gradient, self._views, self._reached = self._all[number % self._turns]
 
     def buffers(self) -> list[Tensor]:
         """The buffers as they are now: a layer may give them other tensors."""

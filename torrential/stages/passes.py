@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -31,11 +31,12 @@ from torrential.stages.spans import span_of
 from torrential.stages.split_backward import DeferredGradient, NotedCall, backward_input, backward_weight, noting
 from torrential.stages.traced_part import TracedPart
 from torrential.stages.transfer import Receiver, Sender, differentiable
-from torrential.stages.whole_backward import backward
+from torrential.stages.whole_backward import backward, most_inputs
 from torrential.step import pair
 
 T = TypeVar("T")
 
+_schedule = lru_cache(schedule)
 FORWARD = 1 / 3  # the share of forward in the time of a batch
 
 
@@ -46,7 +47,7 @@ class StageReplica(Protocol):
 
     def fetch(self, batch: Batch) -> Any: ...
 
-    def compute(self, batch: Batch, work: Callable[[], T], share: float = 1.0, part: int = 0) -> T: ...
+    def compute(self, batch: Batch, work: Callable[[], T], share: float = 1.0, part: int | None = 0) -> T: ...
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,13 @@ class StagePasses:
         self._parts = self._parts_of(runners[self._place][1])
         model, costs = replica.model, plan.costs
         self._modules = [[model.get_submodule(part_name(*part)) for part in parts] for parts in self._parts]
+        self._leaves_alone = [leaves_alone(modules[0]) for modules in self._modules]
+        self._most_inputs = [most_inputs(modules) for modules in self._modules]
         self._shares = [sum(costs[c * plan.stages + s] for s, c in parts) / sum(costs) for parts in self._parts]
         self._sender, self._receiver = Sender(comm, plan.room), Receiver(comm, plan.room)
         self._microbatches: list[Batch] = []
-        self._data: list[Any] = []  # each microbatch, where the first or the last layer is here
+        self._given: list[Any] = []  # by microbatch: the model's inputs, where the first layer is here
+        self._targets: list[Any] = []  # by microbatch, where the last layer is here
         self._inputs: dict[tuple[int, int], Any] = {}  # by microbatch and chunk, as are the next two
         self._outputs: dict[tuple[int, int], Any] = {}
         self._slopes: dict[tuple[int, int], list[Tensor]] = {}
@@ -113,27 +117,33 @@ class StagePasses:
         if self._microbatches:
             count = len(self._microbatches)
             carry_out = self._carry_out_traced if self._comm.traced else self._carry_out
-            for action in schedule(self._plan.order, self._count, count, self._place, len(self._parts)):
+            for action in _schedule(self._plan.order, self._count, count, self._place, len(self._parts)):
                 if meanwhile is not None and isinstance(action, ReceiveFrom):
                     meanwhile()
                     meanwhile = None
                 carry_out(action, pending)
         for handle in pending:
-            handle.wait()
+            if not handle.done():
+                handle.wait()
         samples = sum(map(len, self._microbatches)) if self._last else 0
         return math.fsum(self._losses) / max(1, samples), samples
 
     def _cut(self, batches: Sequence[Batch]) -> None:
-        """The batches as microbatches, with their data where they are needed: at the first and the last stage."""
-        self._microbatches, self._data = [], []
+        """The batches as microbatches, with inputs at the first stage and targets at the last."""
+        self._microbatches, self._given, self._targets = [], [], []
         for batch in batches:
             pieces = _pieces(batch, self._plan.microbatches)
             self._microbatches += pieces
-            if self._place == 0 or self._last:
-                whole = self._replica.fetch(batch)
-                for piece in pieces:
-                    first = piece.first - batch.first
-                    self._data.append(_rows(whole, first, first + len(piece), len(batch)))
+            if self._place > 0 and not self._last:
+                continue
+            inputs, targets = pair(self._replica.fetch(batch))
+            for piece in pieces:
+                first = piece.first - batch.first
+                place = first, first + len(piece), len(batch)
+                if self._place == 0:
+                    self._given.append(_rows(inputs, *place))
+                if self._last:
+                    self._targets.append(_rows(targets, *place))
 
     def _carry_out_traced(self, action: Action, pending: list[Handle]) -> None:
         if isinstance(action, OptimizerStep) and not SCHEDULES[self._plan.order].asynchronous:
@@ -163,7 +173,7 @@ class StagePasses:
                 self._backward_input(number, chunk)
             case BackwardWeight(number, chunk):
                 work = partial(backward_weight, self._deferred.pop((number, chunk)))
-                self._timed(number, work, (1 - FORWARD) / 2 * self._shares[chunk], 0)
+                self._timed(number, work, (1 - FORWARD) / 2 * self._shares[chunk], None)
             case OptimizerStep():
                 self._step()
             case SendTo(to, number, "gradient", chunk):
@@ -173,7 +183,7 @@ class StagePasses:
 
     def _forward(self, number: int, chunk: int) -> None:
         if self._place == 0 and chunk == 0:
-            self._inputs[number, chunk] = pair(self._data[number])[0]
+            self._inputs[number, chunk] = self._given[number]
         output = self._computed(number, chunk, with_gradients=not self._plan.recompute)
         if self._is_end(chunk):
             self._losses.append(float(output.detach()) * len(self._microbatches[number]))
@@ -182,7 +192,7 @@ class StagePasses:
     def _computed(self, number: int, chunk: int, with_gradients: bool = True) -> Any:
         """What a chunk makes of a microbatch; of the last layer's output the loss."""
         value = self._inputs[number, chunk]
-        if not leaves_alone(self._modules[chunk][0]):
+        if not self._leaves_alone[chunk]:
             value = mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
         share = FORWARD * self._shares[chunk] / len(self._modules[chunk])
         for (stage, piece), module in zip(self._parts[chunk], self._modules[chunk], strict=True):
@@ -191,7 +201,7 @@ class StagePasses:
             value = self._timed(number, work, share, part)
         if not self._is_end(chunk):
             return value
-        return _run(self._loss, value, with_gradients, pair(self._data[number])[1])
+        return _run(self._loss, value, with_gradients, self._targets[number])
 
     def _runnable(self, number: int, chunk: int, module: nn.Module) -> Callable[[Any], Any]:
         """What a microbatch passes through: a part of the model with the weights that are meant for it."""
@@ -209,7 +219,7 @@ class StagePasses:
             self._calls.pop((number, chunk), None)
             output = self._computed(number, chunk)
         if self._is_end(chunk):
-            return [output * self._microbatches[number].weight], []
+            return [output], [torch.full_like(output, self._microbatches[number].weight)]
         slopes = zip(differentiable(output), self._slopes.pop((number, chunk)), strict=True)
         needed = [(tensor, slope) for tensor, slope in slopes if tensor.requires_grad]
         return [tensor for tensor, _ in needed], [slope for _, slope in needed]
@@ -217,7 +227,9 @@ class StagePasses:
     def _backward(self, number: int, chunk: int) -> None:
         ends, given = self._ends(number, chunk)
         if ends:
-            self._timed(number, partial(backward, ends, given), (1 - FORWARD) * self._shares[chunk], 0)
+            in_place = len(self._microbatches[number]) <= self._most_inputs[chunk]
+            work = partial(backward if in_place else torch.autograd.backward, ends, given)
+            self._timed(number, work, (1 - FORWARD) * self._shares[chunk], None)
 
     def _backward_input(self, number: int, chunk: int) -> None:
         ends, given = self._ends(number, chunk)
@@ -226,9 +238,9 @@ class StagePasses:
         calls = self._calls.pop((number, chunk), [])
         work = partial(backward_input, ends, given, inputs, parameters.values(), calls)
         share = (1 - FORWARD) / 2 * self._shares[chunk]
-        self._deferred[number, chunk] = self._timed(number, work, share, 0) if ends else []
+        self._deferred[number, chunk] = self._timed(number, work, share, None) if ends else []
 
-    def _timed(self, number: int, work: Callable[[], T], share: float, part: int) -> T:
+    def _timed(self, number: int, work: Callable[[], T], share: float, part: int | None) -> T:
         return self._replica.compute(self._microbatches[number], work, share, part)
 
     def _is_end(self, chunk: int) -> bool:
@@ -236,8 +248,10 @@ class StagePasses:
 
 
 def _run(function: Callable[..., Any], value: Any, with_gradients: bool, *more: Any) -> Any:
-    """Grad mode is a thread's: it must not be set while others may have their turn."""
-    with torch.set_grad_enabled(with_gradients):
+    """Grad mode is a thread's: it must not be set while others may have their turn. It is on unless it is set."""
+    if with_gradients:
+        return function(value, *more)
+    with torch.no_grad():
         return function(value, *more)
 
 
@@ -252,11 +266,12 @@ def leaves_alone(module: nn.Module) -> bool:
 
 def _pieces(batch: Batch, count: int) -> list[Batch]:
     """A batch in so many microbatches of near-equal sizes, as far as there are samples."""
-    pieces, first = [], batch.first
-    for indices in batch.indices.tensor_split(min(count, len(batch))):
-        weight = batch.weight * len(indices) / len(batch)
-        pieces.append(replace(batch, first=first, indices=indices, weight=weight))
-        first += len(indices)
+    pieces, first, samples = [], batch.first, len(batch)
+    for indices in batch.indices.tensor_split(min(count, samples)):
+        rows = indices.numel()
+        weight = batch.weight * rows / samples
+        pieces.append(Batch(batch.epoch, first, indices, batch.total, weight, batch.lease))
+        first += rows
     return pieces
 
 
@@ -266,7 +281,7 @@ def _rows(whole: Any, first: int, last: int, samples: int) -> Any:
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
-        if len(leaf) != samples:
+        if leaf.shape[0] != samples:
             raise RunFailed(
                 f"a tensor of the batch has {len(leaf)} rows where the batch has {samples} samples, and cannot be cut "
                 "into microbatches; put samples first in collate"

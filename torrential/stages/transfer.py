@@ -36,23 +36,25 @@ class Sender:
     def __init__(self, comm: Comm, room: int) -> None:
         """`room`: the microbatches of one kind that a stage keeps at a time."""
         self._comm, self._room = comm, room
-        self._told: dict[Key, tuple[Description, str]] = {}
+        self._told: dict[Key, tuple[Any, list[tuple[torch.Size, torch.dtype]], str]] = {}
 
     def activation(self, to: int, value: Any, samples: int, chunk: int) -> list[Handle]:
         """Send the output of this stage for so many samples; `chunk` is the receiver's."""
         plan, tensors = flat(value, "the output of a stage")
-        mapped(self._check, value)
-        described = Description(plan, [(list(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors])
+        kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
         handles = []
         before = self._told.get((to, samples, chunk))
         if before is None:
-            self._told[to, samples, chunk] = described, shape_of(value)
+            mapped(self._check, value)
+            self._told[to, samples, chunk] = plan, kinds, shape_of(value)
+            described = Description(plan, [(list(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors])
             said = torch.frombuffer(bytearray(msgspec.msgpack.encode(described)), dtype=torch.uint8)
             handles += [self._comm.send(each, to, f"about {chunk}") for each in (torch.tensor([len(said)]), said)]
-        elif before[0] != described:
+        elif before[:2] != (plan, kinds):
+            mapped(self._check, value)
             raise RunFailed(
                 f"the output of worker {self._comm.rank}'s stage changes its shape between microbatches of {samples} "
-                f"samples ({before[1]}, then {shape_of(value)}); stages need the same shapes every time"
+                f"samples ({before[2]}, then {shape_of(value)}); stages need the same shapes every time"
             )
         return handles + self._pass_on(tensors, to, f"activation {chunk}", samples)
 

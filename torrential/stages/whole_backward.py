@@ -10,12 +10,11 @@ those that were used once, in a product with what is known not to have changed s
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torrential.stages.parameters import GradientPlace
@@ -62,6 +61,12 @@ def backward(ends: Sequence[Tensor], slopes: Sequence[Tensor]) -> None:
             product.add(slope)
 
 
+def most_inputs(modules: Iterable[nn.Module]) -> int:
+    """The inputs of the widest linear layer of some modules: microbatches of more rows are left to autograd."""
+    shapes = [p.shape for module in modules for p in module.parameters() if p.requires_grad]
+    return max((shape[1] for shape in shapes if len(shape) == 2), default=0)
+
+
 def products_of(ends: Sequence[Tensor]) -> list[Product]:
     """The products behind some tensors whose weights' gradients `backward` adds up in place."""
     uses = _walk(ends)
@@ -72,22 +77,21 @@ def _leaves(nodes: Iterable[Node]) -> dict[Node, Tensor]:
     return {node: cast(Tensor, node.variable) for node in nodes if hasattr(node, "variable")}
 
 
-def _walk(ends: Sequence[Tensor]) -> Counter[Node]:
+def _walk(ends: Sequence[Tensor]) -> dict[Node, int]:
     """All nodes of the graph behind some tensors, with how often the graph leads to each."""
     waiting = [get_gradient_edge(end).node for end in ends if end.requires_grad]
-    uses = Counter[Node](waiting)
-    seen = set(waiting)
+    uses = dict.fromkeys(waiting, 1)
     while waiting:
         for following, _ in waiting.pop().next_functions:
-            if following is not None:
+            if following in uses:
                 uses[following] += 1
-                if following not in seen:
-                    seen.add(following)
-                    waiting.append(following)
+            elif following is not None:
+                uses[following] = 1
+                waiting.append(following)
     return uses
 
 
-def _products(uses: Counter[Node], leaves: dict[Node, Tensor]) -> list[Product]:
+def _products(uses: dict[Node, int], leaves: dict[Node, Tensor]) -> list[Product]:
     """The products whose weights' gradients are better added up here: those with fewer rows than inputs. A gradient
     that is the first of its parameter, and that belongs nowhere, is autograd's."""
     found = []

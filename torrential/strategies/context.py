@@ -112,10 +112,10 @@ class Replica(Protocol):
     def fetch(self, batch: Batch) -> Any:
         """The batch as the task's data gives it, on this role's device: (inputs, targets), or the task's own form."""
 
-    def compute(self, batch: Batch, work: Callable[[], T], share: float = 1.0, part: int = 0) -> T:
+    def compute(self, batch: Batch, work: Callable[[], T], share: float = 1.0, part: int | None = 0) -> T:
         """Do some of the work on a batch. Random numbers in it are drawn by the batch's place in the run, and by
-        `part`, the number of the model's part that works. In simulated time it takes `share` of the time of a whole
-        forward and backward."""
+        `part`, the number of the model's part that works (None: the generators go on from where they are). In simulated
+        time it takes `share` of the time of a whole forward and backward."""
 
     def collected(self) -> Tensor:
         """The gradients that autograd has left at the parameters, as one flat registered vector, not clipped."""

@@ -93,6 +93,7 @@ class _PipelineWorker:
         model, layout = ctx.replica.model, ctx.replica.layout
         self._by_reference = ctx.comm.shares_memory and self._parameters.elementwise  # are gradients told to copies?
         turns = 2 if self._by_reference else 1
+        self._held = list(model.parameters())
         self._kept = [
             StageParameters(ctx.comm, model, layout, stage, strategy.chunks, turns)
             for stage in strategy.kept(self._rank)
@@ -114,7 +115,7 @@ class _PipelineWorker:
         self._began = ctx.comm.now()
         for kept in self._kept:
             kept.turn(ctx.progress.step)
-        for parameter in ctx.replica.model.parameters():
+        for parameter in self._held:
             parameter.grad = None
         loss, samples = 0.0, 0
         if self._passes is not None:
@@ -136,7 +137,7 @@ class _PipelineWorker:
         if (clip := ctx.task.clip_norm) is not None:
             scale = min(1.0, clip / (math.sqrt(float(decision.numbers[:, 0].sum())) + 1e-6))
         began = ctx.comm.now()
-        mine = {p: p.grad for p in ctx.replica.model.parameters() if p.grad is not None}
+        mine = {p: p.grad for p in self._held if p.grad is not None}
         theirs = {p: gradient for stage in self._copies for p, gradient in stage.found().items()}
         own = {p for stage in self._kept if stage not in self._copies for p in stage.parameters.values()}
         self._step(rate, scale, mine)
@@ -147,7 +148,7 @@ class _PipelineWorker:
 
     def _step(self, rate: float, scale: float, gradients: dict[nn.Parameter, Tensor]) -> None:
         """Step some parameters; other parameters may have gradients that are still being added up."""
-        before = {p: p.grad for p in self._ctx.replica.model.parameters()}
+        before = {p: p.grad for p in self._held}
         for parameter in before:
             gradient = gradients.get(parameter)
             parameter.grad = gradient if gradient is None or scale == 1.0 else gradient * scale

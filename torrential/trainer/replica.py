@@ -426,11 +426,12 @@ class ModelReplica:
     def fetch(self, batch: Batch) -> Any:
         return self._of_task.fetch((batch.epoch, batch.first), batch.indices)
 
-    def compute(self, batch: Batch, work: Callable[[], T], share: float = 1.0, part: int = 0) -> T:
+    def compute(self, batch: Batch, work: Callable[[], T], share: float = 1.0, part: int | None = 0) -> T:
         place = (batch.epoch, batch.first, part) if part else (batch.epoch, batch.first)
 
         def seeded() -> T:
-            seed_all(self._device, self._config.seed, TRAINING, *place)
+            if part is not None:
+                seed_all(self._device, self._config.seed, TRAINING, *place)
             return work()
 
         began = self._comm.now()
