@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -18,7 +20,7 @@ from tests.test_equivalence import assert_equal_models, fresh
 from torrential.data.deal import Deal
 from torrential.errors import BadInput
 from torrential.params.layout import plan
-from torrential.records import Event, Step
+from torrential.records import Evaluation, Event, Step
 
 
 def train(strategy: tt.Strategy, out: Path, of: tt.Task | None = None, **options: Any) -> tt.TrainResult:
@@ -150,6 +152,26 @@ def test_workers_go_on_in_turn_after_a_death(tmp_path: Path) -> None:
     assert [e.worker for e in made.history if isinstance(e, Event) and e.event == "worker_lost"] == [1, 0]
 
 
+@pytest.mark.parametrize("when", [0.05, 0.083, 0.121, 0.152])
+def test_checkpoints_are_complete_though_workers_come_and_go(when: float, tmp_path: Path) -> None:
+    """Where all exchange at once every worker gives its position to a checkpoint, which waits for nobody that is gone
+    or has just come."""
+    faults = [{"kind": "crash", "worker": 1, "at": when, "lasts": 0.04}, {"kind": "crash", "worker": 0, "at": 0.3}]
+    cluster = {"compute": {"seconds_per_sample": 1e-3}, "faults": faults, "detection": 0.02}
+    strategy = tt.Easgd(period=2, waits=True, momentum=0.5)
+    how = {"workers": 3, "cluster": cluster, "evaluate_every": 3}
+    made = train(strategy, tmp_path / "run", task(epochs=12), **how)
+    assert made.summary.samples == 12 * SAMPLES
+    events = [e.event for e in made.history if isinstance(e, Event)]
+    assert events.count("worker_lost") == 2 and events.count("worker_joined") == 1
+    evaluated = [e for e in made.history if isinstance(e, Evaluation) and e.split == "validation"]
+    gaps = [after.time - before.time for before, after in pairwise(evaluated)]
+    assert max(gaps) < 0.1  # three steps take 0.03 s
+    newest = max((tmp_path / "run/checkpoints").glob("step-*"))
+    owners = {name.partition("/")[0] for name in load_file(newest / "workers.safetensors")}
+    assert owners == {"1", "2"}
+
+
 def test_two_orders_at_once_are_refused(tmp_path: Path) -> None:
     with pytest.raises(tt.TorrentialError, match="give waits=true or in_turn=true"):
         train("easgd", tmp_path / "run", waits=True, in_turn=True)  # type: ignore[arg-type]
@@ -257,10 +279,11 @@ def test_momentum_is_nesterovs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [{"waits": True}, {"in_turn": True}], ids=str)
 def test_a_worker_without_samples_takes_no_part(how: dict[str, bool], tmp_path: Path) -> None:
     """Found by random fault schedules: it exchanged what belongs to no samples, and its momentum moved it on. Of 9
-    batches in an epoch each of two workers exchanges 5 and 4."""
+    batches in an epoch, the last of half the size, each of two workers exchanges 5 and 4."""
     Ordered.pushed.clear()
-    made = train(Ordered(period=1, momentum=0.5, **how), tmp_path / "run", task(train=data(9 * BATCH), epochs=3))
-    assert made.summary.samples == 27 * BATCH and len(Ordered.pushed) == 27
+    samples = 8 * BATCH + BATCH // 2
+    made = train(Ordered(period=1, momentum=0.5, **how), tmp_path / "run", task(train=data(samples), epochs=3))
+    assert made.summary.samples == 3 * samples and len(Ordered.pushed) == 27
 
 
 @pytest.mark.parametrize("victim", ["tt-worker-1", "tt-server-0"])
