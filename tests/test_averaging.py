@@ -397,7 +397,7 @@ def test_the_chosen_periods_are_on_record(tmp_path: Path) -> None:
     assert made.summary.steps > 5 * 2 and made.summary.samples == 5 * SAMPLES
 
 
-@pytest.mark.parametrize("strategy", ["local", "adacomm", "diloco", "easgd"])
+@pytest.mark.parametrize("strategy", ["local", "adacomm", "diloco", "streaming", "easgd", "hogwild"])
 def test_a_period_of_nothing_is_refused(strategy: str, tmp_path: Path) -> None:
     with pytest.raises(tt.TorrentialError, match="period"):
         train(strategy, tmp_path / "run", period=0)
