@@ -1,4 +1,14 @@
-"""Local SGD, AdaComm and DiLoCo: golden equivalences, counted rounds and bytes, resumption, deaths."""
+"""Local SGD, AdaComm and DiLoCo: golden equivalences, counted rounds and bytes, resumption, deaths.
+
+T12.1  test_a_period_of_one_is_allreduce, test_local_is_a_loop_over_models_that_are_averaged
+T12.2  test_rounds_and_bytes_are_counted, test_rounds_of_a_period_that_changes_are_counted
+T12.3  test_on_a_quadratic_the_average_does_not_depend_on_the_period,
+       test_workers_drift_apart_with_the_square_root_of_the_period,
+       test_with_data_of_their_own_a_longer_period_ends_with_a_higher_loss
+T12.4  test_periods_over_intervals, test_the_chosen_periods_are_on_record
+T12.5  test_adacomm_is_sooner_than_a_fixed_period; experiments/local_updates.py
+T12.6  test_the_time_of_a_step_is_that_of_computing_and_a_share_of_sending
+"""
 
 from __future__ import annotations
 
@@ -79,10 +89,11 @@ def test_local_is_a_loop_over_models_that_are_averaged(world: str, period: int, 
     [tt.Local(period=1), tt.AdaComm(period=1), tt.DiLoCo(period=1, outer_rate=1.0, outer_momentum=0.0)],
     ids=lambda strategy: type(strategy).__name__,
 )
-def test_a_period_of_one_is_allreduce(strategy: tt.Strategy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", ["local", "sim"])
+def test_a_period_of_one_is_allreduce(world: str, strategy: tt.Strategy, tmp_path: Path) -> None:
     """To rounding, epochs that end with an uneven batch included."""
-    uneven = task(train=data(91))
-    made, other = (train(s, tmp_path / type(s).name, uneven, workers=3) for s in (strategy, tt.AllReduce()))
+    uneven, how = task(train=data(91)), {"workers": 3, "world": world}
+    made, other = (train(s, tmp_path / type(s).name, uneven, **how) for s in (strategy, tt.AllReduce()))
     assert_equal_models(made.model, other.model, 1e-6)
     assert made.summary.samples == other.summary.samples == 2 * 91
 
@@ -343,24 +354,6 @@ def test_the_time_of_a_step_is_that_of_computing_and_a_share_of_sending(tmp_path
 ADAM = tt.optimizer(torch.optim.AdamW, lr=0.01)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        tt.Local(period=3, outer_momentum=0.4),
-        tt.Local(period=3, inner="keep"),
-        tt.AdaComm(period=6, interval=0.5),
-        tt.DiLoCo(period=3),
-        tt.DiLoCo(period=3, half=True),
-    ],
-    ids=["local", "local-keep", "adacomm", "diloco", "diloco-half"],
-)
-def test_a_run_is_resumed_bit_for_bit(strategy: tt.Strategy, tmp_path: Path) -> None:
-    whole = train(strategy, tmp_path / "whole", task(ADAM), epochs=3)
-    train(strategy, tmp_path / "half", task(ADAM), epochs=1)
-    rest = tt.train(task(ADAM), strategy, resume=tmp_path / "half", epochs=3, progress=False)
-    assert_equal_models(rest.model, whole.model, 0.0)
-
-
 @pytest.mark.parametrize("restart", [True, False])
 def test_a_worker_that_is_killed(restart: bool, tmp_path: Path) -> None:
     killing = Killing("tt-worker-1", lambda record: isinstance(record, Step) and record.step >= 3)
@@ -399,11 +392,12 @@ def test_periods_over_intervals() -> None:
 def test_the_chosen_periods_are_on_record(tmp_path: Path) -> None:
     made = train(tt.AdaComm(period=6), tmp_path / "run", epochs=5)
     said = [record.detail for record in made.history if isinstance(record, Event) and record.event == "period"]
-    assert said[0].startswith("6 to ") and said[-1].endswith(" to 1 local steps between averages")
+    periods = [6, *(int(line.split()[2]) for line in said)]
+    assert said[0].startswith("6 to ") and periods == sorted(set(periods), reverse=True) and periods[-1] == 1
     assert made.summary.steps > 5 * 2 and made.summary.samples == 5 * SAMPLES
 
 
-@pytest.mark.parametrize("strategy", ["local", "adacomm", "diloco", "easgd"])
+@pytest.mark.parametrize("strategy", ["local", "adacomm", "diloco", "streaming", "easgd", "hogwild"])
 def test_a_period_of_nothing_is_refused(strategy: str, tmp_path: Path) -> None:
     with pytest.raises(tt.TorrentialError, match="period"):
         train(strategy, tmp_path / "run", period=0)

@@ -1,12 +1,22 @@
-"""Elastic averaging: what an exchange conserves, the formula of all at once, the bound of stability, bytes, deaths."""
+"""Elastic averaging: what an exchange conserves, the formula of all at once, the bound of stability, bytes, deaths.
+
+T13.1  test_every_exchange_conserves_the_sum, test_an_exchange_conserves_the_sum_and_all_come_together
+T13.2  test_a_worker_that_nothing_draws_takes_plain_steps, test_all_at_once_the_centre_goes_to_the_mean
+T13.3  test_the_bound_of_stability
+T13.4  test_where_exchanges_are_rare_elastic_averaging_is_stable_and_downpour_is_not; experiments/local_updates.py
+T13.5  test_bytes_of_an_exchange
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -18,7 +28,8 @@ from tests.test_equivalence import assert_equal_models, fresh
 from torrential.data.deal import Deal
 from torrential.errors import BadInput
 from torrential.params.layout import plan
-from torrential.records import Event, Step
+from torrential.records import Evaluation, Event, Step
+from torrential.tasks import load_task
 
 
 def train(strategy: tt.Strategy, out: Path, of: tt.Task | None = None, **options: Any) -> tt.TrainResult:
@@ -150,6 +161,26 @@ def test_workers_go_on_in_turn_after_a_death(tmp_path: Path) -> None:
     assert [e.worker for e in made.history if isinstance(e, Event) and e.event == "worker_lost"] == [1, 0]
 
 
+@pytest.mark.parametrize("when", [0.05, 0.083, 0.121, 0.152])
+def test_checkpoints_are_complete_though_workers_come_and_go(when: float, tmp_path: Path) -> None:
+    """Where all exchange at once every worker gives its position to a checkpoint, which waits for nobody that is gone
+    or has just come."""
+    faults = [{"kind": "crash", "worker": 1, "at": when, "lasts": 0.04}, {"kind": "crash", "worker": 0, "at": 0.3}]
+    cluster = {"compute": {"seconds_per_sample": 1e-3}, "faults": faults, "detection": 0.02}
+    strategy = tt.Easgd(period=2, waits=True, momentum=0.5)
+    how = {"workers": 3, "cluster": cluster, "evaluate_every": 3}
+    made = train(strategy, tmp_path / "run", task(epochs=12), **how)
+    assert made.summary.samples == 12 * SAMPLES
+    events = [e.event for e in made.history if isinstance(e, Event)]
+    assert events.count("worker_lost") == 2 and events.count("worker_joined") == 1
+    evaluated = [e for e in made.history if isinstance(e, Evaluation) and e.split == "validation"]
+    gaps = [after.time - before.time for before, after in pairwise(evaluated)]
+    assert max(gaps) < 0.1  # three steps take 0.03 s
+    newest = max((tmp_path / "run/checkpoints").glob("step-*"))
+    owners = {name.partition("/")[0] for name in load_file(newest / "workers.safetensors")}
+    assert owners == {"1", "2"}
+
+
 def test_two_orders_at_once_are_refused(tmp_path: Path) -> None:
     with pytest.raises(tt.TorrentialError, match="give waits=true or in_turn=true"):
         train("easgd", tmp_path / "run", waits=True, in_turn=True)  # type: ignore[arg-type]
@@ -221,6 +252,28 @@ def test_the_bound_of_stability(rate: float, share: float, stable: bool, tmp_pat
             train(tt.Easgd(period=1, beta=alpha), tmp_path / "refused", bowl, workers=1, servers=1)
 
 
+def small_cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 16, 10))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_exchanges_are_rare_elastic_averaging_is_stable_and_downpour_is_not(seed: int, tmp_path: Path) -> None:
+    """T13.4: a small CNN on the digits, four workers whose steps take unequally long, 16 steps between exchanges."""
+    sgd = tt.optimizer("sgd", lr=0.1)
+    of = replace(load_task("digits"), model=small_cnn, optimizer=sgd, batch_size=8, epochs=4)
+    cluster = {"compute": {"seconds_per_sample": 1e-3, "spread": "lognormal", "shape": 0.3}}
+    errors = {}
+    for name, strategy in {
+        "downpour 1": tt.Downpour(server="task"),
+        "downpour 16": tt.Downpour(server="task", push_every=16, fetch_every=16),
+        "easgd 16": tt.Easgd(period=16),
+        "eamsgd 16": tt.Easgd(period=16, momentum=0.9),
+    }.items():
+        how = {"workers": 4, "servers": 1, "seed": seed, "cluster": cluster, "evaluate_every": 10**6}
+        errors[name] = 1 - train(strategy, tmp_path / name, of, **how).summary.value
+    assert max(errors["easgd 16"], errors["eamsgd 16"]) <= errors["downpour 16"] > errors["downpour 1"]
+
+
 def test_bytes_of_an_exchange(tmp_path: Path) -> None:
     """A worker sends one; the other, which a server sends, is not in the workers' sum."""
     layout = plan(model(), tt.Easgd.bucket_bytes)
@@ -257,17 +310,19 @@ def test_momentum_is_nesterovs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [{"waits": True}, {"in_turn": True}], ids=str)
 def test_a_worker_without_samples_takes_no_part(how: dict[str, bool], tmp_path: Path) -> None:
     """Found by random fault schedules: it exchanged what belongs to no samples, and its momentum moved it on. Of 9
-    batches in an epoch each of two workers exchanges 5 and 4."""
+    batches in an epoch, the last of half the size, each of two workers exchanges 5 and 4."""
     Ordered.pushed.clear()
-    made = train(Ordered(period=1, momentum=0.5, **how), tmp_path / "run", task(train=data(9 * BATCH), epochs=3))
-    assert made.summary.samples == 27 * BATCH and len(Ordered.pushed) == 27
+    samples = 8 * BATCH + BATCH // 2
+    made = train(Ordered(period=1, momentum=0.5, **how), tmp_path / "run", task(train=data(samples), epochs=3))
+    assert made.summary.samples == 3 * samples and len(Ordered.pushed) == 27
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("victim", ["tt-worker-1", "tt-server-0"])
-def test_whoever_is_killed(victim: str, tmp_path: Path) -> None:
+def test_whoever_is_killed(victim: str, waits: bool, tmp_path: Path) -> None:
     killing = Killing(victim, lambda record: isinstance(record, Step) and record.step >= 3)
     made = train(
-        tt.Easgd(period=2, momentum=0.5),
+        tt.Easgd(period=2, momentum=0.5, waits=waits),
         tmp_path / "run",
         task(epochs=60),
         world="local",

@@ -155,11 +155,11 @@ def test_fedavg_is_a_loop_over_clients_that_are_averaged(world: str, workers: in
     assert made.summary.samples == sum(len(UNEVEN[client]) for chosen in rounds for client in chosen)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_one_local_step_of_all_clients_is_allreduce(workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workers", "world"), [(1, "sim"), (2, "sim"), (4, "sim"), (2, "local")])
+def test_one_local_step_of_all_clients_is_allreduce(workers: int, world: str, tmp_path: Path) -> None:
     """Of equal clients that have a minibatch each: a round and a joined batch are of the same samples."""
     of = task(batch_size=24, epochs=5)
-    made = train(tt.FedAvg(clients=4, local_steps=1), tmp_path / "made", of, workers=workers)
+    made = train(tt.FedAvg(clients=4, local_steps=1), tmp_path / "made", of, workers=workers, world=world)
     other = train(tt.AllReduce(), tmp_path / "other", of, workers=4)
     assert made.summary.steps == other.summary.steps == 5
     assert_equal_models(made.model, other.model, 1e-6)
@@ -189,17 +189,6 @@ def test_statistics_of_batch_norm_are_averaged(tmp_path: Path) -> None:
 
 
 # -- going on, and dropping out ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("options", [{}, {"local_steps": 3}], ids=str)
-def test_a_run_is_resumed_bit_for_bit(options: dict[str, int], tmp_path: Path) -> None:
-    of = task(tt.optimizer(torch.optim.AdamW, lr=0.01), partition=tt.partition(20, alpha=0.5), epochs=20)
-    strategy = tt.FedAvg(share=0.3, **options)
-    whole = train(strategy, tmp_path / "whole", of, steps=8)
-    train(strategy, tmp_path / "half", of, steps=3)
-    rest = tt.train(of, strategy, resume=tmp_path / "half", steps=8, progress=False)
-    assert_equal_models(rest.model, whole.model, 0.0)
-    assert rest.summary.samples == whole.summary.samples
-
-
 def left_out(made: tt.TrainResult) -> list[str]:
     return [
         record.detail for record in made.history if isinstance(record, Event) and record.event == "clients_left_out"

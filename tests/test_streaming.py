@@ -92,14 +92,6 @@ def test_nobody_waits_for_what_comes_within_a_round(tmp_path: Path) -> None:
     assert took["diloco"] > 1.5 * whole
 
 
-def test_a_run_is_resumed_bit_for_bit(tmp_path: Path) -> None:
-    strategy = tt.StreamingDiLoCo(period=4, fragments=2)
-    whole = train(strategy, tmp_path / "whole", task(ADAM), epochs=3)
-    train(strategy, tmp_path / "half", task(ADAM), epochs=1)
-    rest = tt.train(task(ADAM), strategy, resume=tmp_path / "half", epochs=3, progress=False)
-    assert_equal_models(rest.model, whole.model, 0.0)
-
-
 @pytest.mark.parametrize("restart", [True, False])
 def test_a_worker_that_is_killed(restart: bool, tmp_path: Path) -> None:
     killing = Killing("tt-worker-1", lambda record: isinstance(record, Step) and record.step >= 3)

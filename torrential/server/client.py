@@ -123,6 +123,7 @@ class Client:
         self._versions: dict[int, int] = {}  # versions of the parameters last read, by the start of the range
         self._others: deque[Letter] = deque()  # letters that are not for the client
         self._marked = self._saved = 0  # the newest checkpoint that this worker has marked, and asked for
+        self._cut = -1  # the clock that the checkpoint which was marked last is of, where pushes are summed
         self._waited: PendingRequest | None = None  # what the caller waits for, and so cannot be computing on
         self._land()
 
@@ -222,8 +223,14 @@ class Client:
     def mark(self, number: int, cut: int) -> None:
         """Say that all that was sent before belongs to checkpoint `number`, and nothing after."""
         if number > self._marked:
-            self._marked = number
+            self._marked, self._cut = number, cut
             self._send(Mark, {"number": number, "cut": cut}, self._cutter.everywhere(), JOINING)
+
+    @property
+    def marked(self) -> tuple[int, int]:
+        """The newest checkpoint that this worker has marked, and the clock before which all belongs to it, where pushes
+        are summed."""
+        return self._marked, self._cut
 
     def complain(self, pending: PendingRequest, waited: float) -> None:
         """Ask the servers whom a request waits for; for callers that poll instead of waiting."""

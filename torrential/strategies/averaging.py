@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -94,6 +95,12 @@ def by_dtype(comm: Comm, what: str, tensors: Sequence[Tensor]) -> list[tuple[Ten
     return found
 
 
+def copy_into(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Take over what a checkpoint has of these tensors."""
+    for name, tensor in tensors.items():
+        tensor.copy_(saved[name])
+
+
 class AveragingWorker:
     """A worker's side: local steps, and what becomes of them when all have theirs."""
 
@@ -107,10 +114,10 @@ class AveragingWorker:
         self._steps = LocalSteps(ctx, self._parameters, period)
         self._velocity = {} if not outer.momentum else {n: torch.zeros_like(t) for n, t in self._trained().items()}
         if self._velocity:
-            ctx.state.everybody("outer momentum", lambda: self._velocity, self._load_velocity)
+            ctx.state.everybody("outer momentum", lambda: self._velocity, partial(copy_into, self._velocity))
         self._left_out = {n: torch.zeros_like(t) for n, t in self._trained().items()} if half else {}
         if half:
-            ctx.state.own("left out", lambda: self._left_out, self._load_left_out)
+            ctx.state.own("left out", lambda: self._left_out, partial(copy_into, self._left_out))
         self._begun: dict[str, Tensor] = {}
 
     @property
@@ -146,14 +153,6 @@ class AveragingWorker:
         kinds = {name.rpartition("/")[2]: t for name, t in sorted(states.items()) if t.is_floating_point()}
         named = [(f"{name}/{kind}", t, like) for kind, like in kinds.items() for name, t in trained.items()]
         return [states.get(name, torch.zeros_like(tensor if like.dim() else like)) for name, tensor, like in named]
-
-    def _load_velocity(self, saved: Mapping[str, Tensor]) -> None:
-        for name, tensor in self._velocity.items():
-            tensor.copy_(saved[name])
-
-    def _load_left_out(self, saved: Mapping[str, Tensor]) -> None:
-        for name, tensor in self._left_out.items():
-            tensor.copy_(saved[name])
 
     # -- a round ----------------------------------------------------------------------------------------------------
     def _propose(self) -> Vote:

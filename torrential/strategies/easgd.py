@@ -8,15 +8,17 @@ The centre moves by what all workers have, and each of them stays near it, so th
 gains the other loses: the sum of the centre and all workers does not change by an exchange. With `momentum` the local
 steps are Nesterov's (EAMSGD): the gradient is taken where the velocity leads to.
 
-Asynchronous as it is. With `waits=true` all exchange at once, with the same centre. With `in_turn=true` they exchange
-one after the other, in the order of their numbers (the paper's round-robin). Then worker w of N stamps its pushes with
-every second clock: 2w, 2(w + N), 2(w + 2N), ..., and with a staleness of one clock nobody may read before the worker
-whose turn is before its own has pushed.
+Asynchronous as it is; a resumed run begins with all workers at the centre. With `waits=true` all exchange at once, with
+the same centre, and a resumed run goes on with every worker where it was. With `in_turn=true` they exchange one after
+the other, in the order of their numbers (the paper's round-robin). Then worker w of N stamps its pushes with every
+second clock: 2w, 2(w + N), 2(w + 2N), ..., and with a staleness of one clock nobody may read before the worker whose
+turn is before its own has pushed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, ClassVar, Self
 
 import msgspec
@@ -27,7 +29,7 @@ from torrential.data.deal import Batch
 from torrential.errors import BadInput
 from torrential.optimizers import OptimizerSpec
 from torrential.server.consistency import Consistency
-from torrential.strategies.averaging import within_epoch
+from torrential.strategies.averaging import copy_into, within_epoch
 from torrential.strategies.context import Context
 from torrential.strategies.parameter_server import ParameterServerStrategy
 from torrential.strategies.roles import Roles, Servers
@@ -61,7 +63,7 @@ class Easgd(ParameterServerStrategy, frozen=True, kw_only=True):
 
     def roles(self, workers: int, servers: int) -> Roles:
         staleness = 0 if self.waits else 1 if self.in_turn else None
-        return (self.worker_role(workers), Servers(servers, Consistency(staleness), stages=self.stages))
+        return (self.worker_role(workers), Servers(servers, Consistency(staleness), self.waits, stages=self.stages))
 
     def optimizer(self, spec: OptimizerSpec) -> OptimizerSpec:
         """Servers add what they are sent; local steps have no state but their momentum."""
@@ -90,6 +92,9 @@ class Easgd(ParameterServerStrategy, frozen=True, kw_only=True):
         vector.copy_(centre)
         velocity = torch.zeros_like(vector)
         pull.zero_()
+        if self.waits:
+            mine = {"position": vector, "pull": pull} | ({"velocity": velocity} if self.momentum else {})
+            ctx.state.own("elastic", mine.copy, partial(copy_into, mine), undo=False, handed=False)
 
         def train(minibatches: Sequence[Batch]) -> float:
             return sum(self._step(ctx, each, vector, gradient, velocity) * len(each) for each in minibatches)

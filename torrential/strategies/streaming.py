@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from torrential.comm.protocol import Handle
-from torrential.strategies.averaging import LocalSteps, by_dtype, within_epoch
+from torrential.strategies.averaging import LocalSteps, by_dtype, copy_into, within_epoch
 from torrential.strategies.base import Strategy
 from torrential.strategies.context import Context, Decision, Vote
 from torrential.task import Task
@@ -141,8 +141,3 @@ def in_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
             found.append([])
         found[-1].append(name)
     return found
-
-
-def copy_into(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        tensor.copy_(saved[name])

@@ -67,7 +67,8 @@ class RoleContext:
         self._first = checkpoint if self.servers is not None or alone or not life else None
         self._fellows = range(0) if alone else strategy.fellows(comm.rank, config.workers)
         saved = None if self._first is None else self._first.workers
-        self.state = NamedStates(saved, str(comm.address), self._fellows, self._begun)
+        again = life > 0 and not alone
+        self.state = NamedStates(saved, str(comm.address), self._fellows, self._begun, again=again)
         self.data = self._make_data(schedule)
         self.progress = self._make_progress(schedule, late=life > 0)
         self.snapshots = Snapshots(comm, outlet, self.data, lambda: self.replica, self.state, self.progress, self._dry)
@@ -145,11 +146,12 @@ class RoleContext:
         if not self._dry:
             spec = replica.server_spec()
             states = [*state_names(replica.whole_layout, spec), *self.servers.vectors]
-            saving = Saving(self.comm, client, self.outlet, replica, states, lambda: self.state.tensors("everybody"))
+            in_step = self.servers.consistency.aggregates and not self._coordinated
+            saving = Saving(self.comm, client, self.outlet, replica, states, self.state, in_step)
             if self.comm.address >= COORDINATORS:
                 self.snapshots.saving = saving
             elif not self._coordinated:
-                self.progress.saving = saving
+                self.progress.saving, self.data.begins = saving, self.progress.begin_clock
         return client
 
     def _client(self, fellows: Fellows | None) -> Client:
@@ -210,4 +212,6 @@ class RoleContext:
         if self.data.replica is not None:
             self.data.replica.partition.close()
         self.progress.end_served()
+        if saving is not None:
+            saving.give_own(self.progress.step)
         self.comm.leave(None if saving is None else saving.last)

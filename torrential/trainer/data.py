@@ -31,6 +31,7 @@ class TrainingData:
         self.takers: Callable[[Sequence[int]], Sequence[int]] = lambda workers: workers  # those that take leases
         self.enough: Callable[[], bool] = lambda: False  # whether all steps are done that were asked for
         self.ahead: LookAhead | None = None  # what tells loaders of the next batches, where there are loaders
+        self.begins: Callable[[int], None] = lambda clock: None  # hears of every clock that this role has samples for
         self.replica: StagedReplica | None = None  # of several workers, of which one takes the leases
 
     def order(self, epoch: int) -> Tensor:
@@ -58,6 +59,12 @@ class TrainingData:
 
     # -- leases -------------------------------------------------------------------------------------------------
     def take(self, clock: int, minibatches: int = 1, after: int = 0) -> Batch | None:
+        batch = self._take(clock, minibatches, after)
+        if batch is not None:
+            self.begins(clock)
+        return batch
+
+    def _take(self, clock: int, minibatches: int, after: int) -> Batch | None:
         if self.replica is None:
             return self._lease(clock, minibatches, after)
         partition = self.replica.partition

@@ -25,6 +25,7 @@ from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import Agreement, Comm, Handle
 from torrential.errors import Regrouped, RunFailed, UnequalSizes
 from torrential.params.base import Finished, Parameters
+from torrential.params.local import LocalParameters
 from torrential.strategies.context import Decision, Vote
 from torrential.trainer.data import TrainingData
 from torrential.trainer.progress import TrainingProgress
@@ -226,8 +227,9 @@ class Rounds:
             return
         self.applied = saved.step
         self._data.place(saved.epoch, saved.cursor)
-        for entry in self._replica.layout.entries:
-            self._parameters.counts[entry.index] = saved.applied.get(entry.name, 0)
+        if not isinstance(self._parameters, LocalParameters):  # whose counts are part of a named state
+            for entry in self._replica.layout.entries:
+                self._parameters.counts[entry.index] = saved.applied.get(entry.name, 0)
         self._snapshots.resumed()
 
     def _catch_up(self, agreement: Agreement) -> None:

@@ -6,15 +6,16 @@ it asked. The last one is asked for when all workers are finished, by whichever 
 
 What a resumed run goes on from is what a run could have come to: every push is on all ranges or on none (but that of a
 worker that died in the middle of it), and the samples of updates that are not in it are dealt again, each once. With
-one worker, and with `bsp` and `ssp` without staleness for any number of them, it is what this run had come to: the
-resumed one takes the same steps as one that was not interrupted. Otherwise workers come in another order, as they would
-in any other run. Not kept: what a replica of `downpour` had moved on by itself since its last fetch, and module buffers
-of other workers than the one that asked.
+one worker, and for any number of them where a clock's pushes become one update (`bsp`, `ssp` without staleness, `easgd`
+that waits), it is what this run had come to: the resumed one takes the same steps as one that was not interrupted.
+There every worker gives the states that are its own, as they are when it comes to the checkpoint's clock. Otherwise
+workers come in another order, as they would in any other run; what a replica of `downpour` or `easgd` had moved on by
+itself is not kept, nor are module buffers of other workers than the one that asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ from torrential.params.base import dtype_name
 from torrential.server.client import Client, PendingRequest
 from torrential.server.copies import Saved, join_copies
 from torrential.trainer.snapshot import Outlet, Snapshot
+from torrential.trainer.state import NamedStates
 
 if TYPE_CHECKING:
     from torrential.trainer.replica import ModelReplica
@@ -38,11 +40,13 @@ class Saving:
         outlet: Outlet,
         replica: ModelReplica,
         states: Sequence[str],
-        named: Callable[[], Mapping[str, Tensor]],
+        named: NamedStates,
+        in_step: bool,
     ) -> None:
-        """`states`: the names of the vectors that servers keep beside the parameters; `named`: the named states that
-        are everybody's, as this worker has them."""
-        self._named_states = named
+        """`states`: the names of the vectors that servers keep beside the parameters; `in_step`: whether a checkpoint
+        is of one clock, to which all workers come: then each gives the named states that are its own."""
+        self._named, self._in_step = named, in_step
+        self._given = 0  # the number of the newest checkpoint that this worker's own states have been given for
         self._comm, self._client, self._outlet, self._replica, self._states = comm, client, outlet, replica, states
         self._layout = replica.whole_layout
         self._pending: PendingRequest | None = None
@@ -55,10 +59,24 @@ class Saving:
         self._vectors = [torch.empty(self._client.numel, dtype=self._client.dtype) for _ in ("", *self._states)]
         replica = self._replica
         self._untrained = {name: t.clone() for name, t in (replica.frozen() | replica.buffers()).items()}
-        self._everybodys = {f"state/{name}": tensor.clone() for name, tensor in self._named_states().items()}
+        self._everybodys = {f"state/{name}": t.clone() for name, t in self._named.tensors("everybody").items()}
+        self._workers = list(self._comm.view.workers)
         self._asked = self._complained = self._comm.now()
         replica.want_buffers()
         self._pending = self._client.save(self._vectors, at_once=at_once)
+
+    def reached(self, clock: int, step: int) -> None:
+        """This worker begins a clock, after so many updates. Nobody has pushed for it, so what is this worker's own is
+        as a checkpoint of that clock has to have it. A worker that joins too late for one gives its states, too, so
+        that they are not waited for; they are of a later step."""
+        number, cut = self._client.marked
+        if self._in_step and number > self._given and clock >= cut:
+            self._given = number
+            self.give_own(step)
+
+    def give_own(self, step: int) -> None:
+        if self._in_step and self._named.some_are_own:
+            self._outlet.own_states(step, self._named.tensors("own"))
 
     def poll(self) -> None:
         """Hand the copies over if they are here; ask again if one is lost; complain if they do not come."""
@@ -104,7 +122,7 @@ class Saving:
         names = [dtype_name(self._client.dtype), *(f"{dtype_name(self._client.dtype)}/{s}" for s in self._states)]
         flat = dict(zip(names, self._vectors, strict=True))
         own = {f"buffers/{name}": self._untrained[name] for name in self._replica.buffers()}
-        if own:
+        if own and not self._in_step:
             self._outlet.own_states(snapshot.step, own)
         rest = {f"rest/{name}": tensor for name, tensor in (self._replica.received | self._untrained).items()}
         self._outlet.snapshot(snapshot, flat, dict(numbers) | rest | self._everybodys)
@@ -121,10 +139,10 @@ class Saving:
             cursor=dealer.cursor,
             samples=sum(dealer.used.values()),
             time=self._asked,
-            members=[self._comm.rank],
+            members=self._workers if self._in_step and not final else [self._comm.rank],
             counts={e.name: int(step) for e, step in zip(self._layout.entries, steps, strict=True)},
             final=final,
-            parts=bool(self._replica.buffers()),
+            parts=self._named.some_are_own if self._in_step else bool(self._replica.buffers()),
             dealer=dealer,
         )
 
