@@ -1,6 +1,7 @@
 """Runs of several hosts, on the test bed of hosts.py: what they learn is what one host learns."""
 
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hosts import Host, cluster, needs_root
 
+from benchmarks.wiretap import Wiretap, forms
 from torrential.records import Evaluation, Event, Record, Step, read_records
+from torrential.worlds.hosts.rendezvous import secret_of_run
 
 pytestmark = [needs_root, pytest.mark.timeout(300)]
 
@@ -165,9 +169,57 @@ def test_servers_and_workers_on_different_hosts_learn(train: Train) -> None:
 
 
 def test_a_model_that_is_cut_is_built_on_each_host(train: Train) -> None:
-    run = train("digits-mlp", "--strategy", "pipeline", "--workers", 3, "--epochs", 2, "--set", "threads=1")
+    words = "--strategy", "pipeline", "--workers", 3, "--epochs", 2, "--set", "threads=1", "--set", "security=tls"
+    run = train("digits-mlp", *words)
     finished(run)
     assert evaluations(run.records())
+
+
+# -- what others can read ---------------------------------------------------------------------------------------------
+TASK = """
+import torch.nn.functional as F
+from torch import nn
+
+import torrential as tt
+from torrential.tasks.digits import digits
+
+
+def model():
+    made = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    nn.init.constant_(made[1].weight, 0.0123456)
+    return made
+
+
+data = digits()
+task = tt.Task(model=model, loss=F.cross_entropy, train=data.train, test=data.test, name="words of the task")
+"""
+SAID_IN_CLEAR = {
+    "agents": [b"Come", b"RunPlan", b"Begin"],
+    "roles": [b"Hello", b"Recorded", b"Roster", b"SnapshotTaken"],
+    "letters": [b"Greeting", b"Pull", b"Push"],
+    "parameters": [torch.full((16,), 0.0123456).numpy().tobytes()],
+}
+
+
+@pytest.mark.parametrize("security", ["token", "tls"])
+def test_a_recording_of_a_whole_run_between_hosts(three: tuple[list[Host], Path], train: Train, security: str) -> None:
+    hosts, shared = three
+    (shared / "task.py").write_text(TASK)
+    with Wiretap(hosts[0].switch) as tap:
+        roles = "--strategy", "downpour", "--workers", 3, "--servers", 3
+        run = train(shared / "task.py", *roles, "--steps", 6, "--set", f"security={security}")
+        finished(run)
+    assert sum(map(len, tap.said.values())) > 6 * 17_000 * 4  # it is a recording of that run
+    known = hashlib.sha256(SECRET.encode()).digest()
+    secrets = [SECRET.encode(), *forms(known)]
+    if security == "token":
+        plans = [bytes(words) for words in tap.said.values() if b"RunPlan" in words]
+        (salt,) = {plan.partition(b"\xa4salt\xc4\x10")[2][:16] for plan in plans}
+        assert len(plans) == 2 and len(salt) == 16
+        secrets += forms(secret_of_run(known, salt))
+    assert not any(tap.holds(form) for form in (*secrets, b"PRIVATE KEY", b"words of the task"))
+    for what, words in SAID_IN_CLEAR.items():
+        assert {tap.holds(word) for word in words} == {security == "token"}, what
 
 
 # -- deaths -----------------------------------------------------------------------------------------------------------

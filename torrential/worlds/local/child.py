@@ -48,8 +48,7 @@ def main(spawn: Spawn) -> int:
     loaders = fork_loaders(spawn.rank, spawn.loaders, lambda: _prepare_reading(spawn))  # before there are threads
     post = None if spawn.role == "observer" else open_post(spawn)
     hello = m.Hello(spawn.role, spawn.rank, spawn.life, post.where if post else "")
-    around = spawn.around
-    link = SupervisorLink(around.address, around.secret, hello, CONNECT_SECONDS, around.clock, around.host_timeout)
+    link = SupervisorLink(spawn, hello, CONNECT_SECONDS)
     worker: RoleContext | None = None  # the context of its program, once it is built
     try:
         with descriptors.explained():
