@@ -86,9 +86,13 @@ class Host:
         _do("nsenter", "-t", self.switch, "-n", "ip", "link", "set", self._port, "up")
 
     def processes(self) -> list[str]:
-        """The names of what runs here, besides the process that keeps the host. What has ended and is an orphan nobody
-        waits for: it is left out."""
-        found = []
+        """The names of what runs here."""
+        return sorted(self.pids().values())
+
+    def pids(self) -> dict[int, str]:
+        """The names of what runs here, besides the process that keeps the host, by the pids that they have outside.
+        What has ended and is an orphan nobody waits for: it is left out."""
+        found = {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):  # it has ended
                 if (
@@ -97,8 +101,8 @@ class Host:
                     and (entry / "ns/pid").stat().st_ino == self._space
                     and "\nState:\tZ" not in (entry / "status").read_text()
                 ):
-                    found.append((entry / "comm").read_text().strip())
-        return sorted(found)
+                    found[int(entry.name)] = (entry / "comm").read_text().strip()
+        return found
 
     def kill(self) -> None:
         """Lose the host: all that runs on it, and its network."""

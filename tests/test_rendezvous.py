@@ -3,9 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,84 +12,14 @@ import pytest
 import torch
 from hosts import Host, cluster, needs_root
 
+from benchmarks.host_runs import SECONDS, SECRET, HostsRun
 from benchmarks.wiretap import Wiretap, forms
-from torrential.records import Evaluation, Event, Record, Step, read_records
+from torrential.records import Evaluation, Record, Step, read_records
 from torrential.worlds.hosts.rendezvous import secret_of_run
 
 pytestmark = [needs_root, pytest.mark.timeout(300)]
 
-SECRET = "a secret that three hosts know"
-PORT = 29500
 HOSTS = 3
-SECONDS = 240.0
-
-
-class HostsRun:
-    """One run: the command on each host."""
-
-    def __init__(
-        self,
-        hosts: list[Host],
-        out: Path,
-        *words: object,
-        count: int = 0,
-        resume: bool = False,
-        **changed: list[object],
-    ) -> None:
-        """`count`: hosts without spare ones; `resume`: go on with the run in `out`; `changed`: words for one host
-        alone, as host1=[...]."""
-        self.hosts, self.out = hosts, out
-        self.commands: list[subprocess.Popen[str]] = []
-        where = f"{hosts[0].address}:{PORT}"
-        for number, host in enumerate(hosts):
-            own = [
-                *words,
-                "--rendezvous",
-                where,
-                "--host-rank",
-                number,
-                "--hosts",
-                count or len(hosts),
-                "--resume" if resume else "--out",
-                out,
-            ]
-            environment = os.environ | {"TORRENTIAL_SECRET": SECRET}
-            program = [sys.executable, "-m", "torrential", "train", *own, *changed.get(f"host{number}", [])]
-            out_and_err = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            self.commands.append(host.run(*program, env=environment, **out_and_err))
-
-    def wait(self) -> list[tuple[int, str]]:
-        """Exit codes, and what was said."""
-        said = [command.communicate(timeout=SECONDS)[0] for command in self.commands]
-        return [(command.returncode, words) for command, words in zip(self.commands, said, strict=True)]
-
-    def records(self) -> list[Record]:
-        path = self.out / "records.jsonl"
-        return read_records(path) if path.exists() else []
-
-    def events(self, name: str) -> list[Event]:
-        return [record for record in self.records() if isinstance(record, Event) and record.event == name]
-
-    def until(self, condition: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, what
-            assert self.commands[0].poll() is None, self.commands[0].communicate()
-            time.sleep(0.05)
-
-    def kill(self, host: int, role: str) -> None:
-        """End a role with SIGKILL."""
-        done = self.hosts[host].run("pkill", "-KILL", "-x", role)
-        assert done.wait(10) == 0, role
-
-    def until_training(self, step: int) -> None:
-        self.until(lambda: any(r.step >= step for r in self.records() if isinstance(r, Step)), f"step {step}")
-
-    def close(self) -> None:
-        for host, command in zip(self.hosts, self.commands, strict=True):
-            if command.poll() is None:  # it is the command that enters the host: what it began there is ended there
-                host.run("pkill", "-KILL", "-f", "torrential").wait(10)
-            command.communicate(timeout=20)
 
 
 Train = Callable[..., HostsRun]
