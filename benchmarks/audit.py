@@ -32,22 +32,27 @@ import torch
 from torch import Tensor, nn
 
 from torrential.bench.job import Vector, bench_job
-from torrential.config import LocalSettings
+from torrential.config import HostsSettings, LocalSettings
 from torrential.errors import RunFailed
 from torrential.optimizers import optimizer
-from torrential.records import Record
+from torrential.records import MANIFEST, Record
 from torrential.run import Silent
 from torrential.server.client import Client, PendingRequest
 from torrential.server.consistency import Consistency
 from torrential.strategies.base import Strategy
 from torrential.strategies.context import Context
 from torrential.strategies.roles import Role, Roles, Servers
+from torrential.task import Task
 from torrential.worlds.base import Job
+from torrential.worlds.hosts.gathering import Gathering
+from torrential.worlds.hosts.rendezvous import rendezvous
 from torrential.worlds.local.launch import Launch
 from torrential.worlds.local.supervisor import LocalWorld
 
 NUMEL = 1 << 17  # 1 MB
 COPIES = 48
+HOST_TIMEOUT = 3.0
+MOST_WORKERS = 16
 LIVES = 64  # of a worker, in one run
 DEPTH = 4  # additions under way at a time
 PATIENCE_SECONDS = 60.0
@@ -64,6 +69,8 @@ class Plan:
     transport: str
     staleness: int | None
     seed: int
+    hosts: int = 0  # that it is on, if it is on several
+    rendezvous: str = ""  # where these meet
 
     @property
     def control(self) -> Path:
@@ -161,7 +168,7 @@ class _Member:
             number += 1
             values = torch.tensor([1.0, tag(self._slot, number)], dtype=torch.float64).repeat(COPIES)
             self._entries[Entry.SENT] = number
-            self._under_way.append((time.monotonic(), self._send(self._chance.choice(KINDS), number, values)))
+            self._under_way.append((time.time(), self._send(self._chance.choice(KINDS), number, values)))
             if len(self._under_way) == DEPTH:
                 self._wait_for_oldest()
         while self._under_way:
@@ -195,7 +202,7 @@ class _Member:
         entries, killed_at = self._entries, self._control[Word.KILLED_AT]
         entries[Entry.ACKNOWLEDGED] += 1
         if sent_at > killed_at > entries[Entry.KILL]:
-            entries[Entry.RECOVERED_AT] = time.monotonic()
+            entries[Entry.RECOVERED_AT] = time.time()
             entries[Entry.KILL] = killed_at
 
     def _tell_values(self) -> None:
@@ -242,22 +249,47 @@ def _allowed(slot: int, sent: int, acknowledged: int) -> set[tuple[int, int]]:
     return sums
 
 
+def task() -> Task:
+    """That of all audits."""
+    made = bench_job(Strategy(), LocalSettings(), MOST_WORKERS).task
+    return dataclasses.replace(made, model=functools.partial(Wide, NUMEL), optimizer=optimizer("sgd", lr=1.0))
+
+
 def job(plan: Plan) -> Job:
-    settings = LocalSettings(transport=plan.transport, threads=1, restart=True, replicas=plan.replicas)  # type: ignore[arg-type]
-    made = bench_job(Audit(plan=plan), settings, plan.workers, plan.servers, NUMEL)
-    task = dataclasses.replace(made.task, model=functools.partial(Wide, NUMEL), optimizer=optimizer("sgd", lr=1.0))
-    return dataclasses.replace(made, task=task)
+    common: dict[str, Any] = {"threads": 1, "restart": True, "replicas": plan.replicas}
+    settings = (
+        HostsSettings(hosts=plan.hosts, host_timeout=HOST_TIMEOUT, **common)
+        if plan.hosts
+        else LocalSettings(transport=plan.transport, **common)  # type: ignore[arg-type]
+    )
+    made = dataclasses.replace(bench_job(Audit(plan=plan), settings, plan.workers, plan.servers, NUMEL), task=task())
+    if not plan.hosts:
+        return made
+    file = Path(__file__).resolve()  # of which other hosts make the same
+    config = msgspec.structs.replace(
+        made.config,
+        world="hosts",
+        source=f"{file}:task",
+        strategy=f"{file}:Audit",
+        options={"plan": dataclasses.asdict(plan)},
+        samples=MOST_WORKERS,
+        lr=1.0,
+        optimizer=made.task.optimizer_spec.describe(),
+    )
+    Path(plan.directory, MANIFEST).touch()  # by which they see that they see the directory
+    return dataclasses.replace(made, config=config, directory=Path(plan.directory))
 
 
 def main() -> None:
     plan = Plan(**json.loads(sys.argv[1]))
     launch = Launch()
+    meeting = Gathering(rendezvous(plan.rendezvous, 0, plan.hosts, None)) if plan.hosts else None
     with contextlib.closing(launch), open(plan.events, "ab", buffering=0) as events:
 
         def write(record: Record) -> None:
             events.write(msgspec.json.encode(record) + b"\n")
 
-        LocalWorld(launch).run(job(plan), write, Silent())
+        LocalWorld(launch, meeting).run(job(plan), write, Silent())
 
 
 if __name__ == "__main__":

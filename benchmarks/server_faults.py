@@ -1,6 +1,7 @@
 """Kills servers and workers at random moments while workers add to a vector, and audits every addition.
 
 python -m benchmarks.server_faults --kills 100
+python -m benchmarks.server_faults --kills 40 --hosts 3      # on hosts of benchmarks/hosts.py: needs root
 
 A run has three workers and three servers, every range on two of them (`--replicas 1`), and suffers ten kills (SIGKILL)
 one after the other: of a server, of a worker, or of both at once. Whoever was killed is replaced. Each addition touches
@@ -12,6 +13,7 @@ every range (benchmarks/audit.py), by keys or as a whole, straight or through th
 Told: seconds from a kill until every other worker has had an addition acknowledged that it began after the kill, and
 the same when nobody was killed; until a killed server's replacement has its share of the ranges, and a killed worker's
 has joined; and what a run left behind.
+With --hosts, one in four kills is of a host (its agent and all its roles), of one that has one server; it joins again.
 The next server is killed only when the last one's replacement is complete: with one replica, two at a time are not
 survived, and not meant to be.
 """
@@ -19,12 +21,15 @@ survived, and not meant to be.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import shutil
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -32,13 +37,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import audit
 from benchmarks.audit import LAST_CLOCKS, PATIENCE_SECONDS, Entry, Plan, Word, numbers, objections
 from benchmarks.faults import Family, shared_files
+from benchmarks.host_runs import PORT
+from benchmarks.hosts import Host, cluster
+from torrential.worlds.hosts.rendezvous import SECRET_VARIABLE
 
 LOOK_SECONDS = 0.002
 WARM_UP = 20  # additions of each worker before the first kill
 PAUSE_SECONDS = 1.0  # at most, between a recovery and the next kill
 VICTIMS = {"server": 0.5, "worker": 0.3, "both": 0.2}
+HOST_SHARE = 0.25  # of the kills on several hosts
 
 
 class Hung(SystemExit):
@@ -48,14 +58,15 @@ class Hung(SystemExit):
 class Siege:
     """One run."""
 
-    def __init__(self, plan: Plan, chance: random.Random) -> None:
-        self._plan, self._chance = plan, chance
+    def __init__(self, plan: Plan, chance: random.Random, hosts: list[Host]) -> None:
+        self._plan, self._chance, self._hosts = plan, chance, hosts
         Path(plan.directory).mkdir(parents=True)
         self._control = numbers(plan.control, Word, "w+")
         self._files = shared_files()
         self._lives = [1] * plan.workers  # of each worker, the one that is due included
         self._servers_killed = 0
-        self._family = Family(Path(plan.directory, "log"), "benchmarks.audit", json.dumps(asdict(plan)))
+        log, command = Path(plan.directory, "log"), ("benchmarks.audit", json.dumps(asdict(plan)))
+        self._family = HostsFamily(hosts, plan.rendezvous, log, *command) if hosts else Family(log, *command)
         self.kills: list[dict[str, Any]] = []
         self.usual: list[float] = []  # what is told of kills, when nobody was killed
 
@@ -118,6 +129,10 @@ class Siege:
     # -- killing ------------------------------------------------------------------------------------------------------
     def _kill(self) -> None:
         (what,) = self._chance.choices(list(VICTIMS), list(VICTIMS.values()))
+        if self._hosts and self._chance.random() < HOST_SHARE:
+            self._until("the last server's replacement", self._complete)
+            if with_one_server := [host for host in self._hosts[1:] if len(roles(host, "server")) == 1]:
+                return self._kill_host(self._chance.choice(with_one_server))
         victims = []
         if what != "worker":
             self._until("the last server's replacement", self._complete)
@@ -128,16 +143,30 @@ class Siege:
             rank = others.pop(self._chance.randrange(len(others)))
             victims.append(f"worker-{rank}")
             self._lives[rank] += 1
-        seconds = self._measure(victims, others)
+        pids = {name: pid for pid, name in self._family.members().items()}
+        seconds = self._measure([pids[f"tt-{victim}"] for victim in victims], others)
         self.kills += [{"victim": victim, "at_once": len(victims), "others_after": seconds} for victim in victims]
 
-    def _measure(self, victims: Sequence[str], others: Collection[int]) -> float:
+    def _kill_host(self, host: Host) -> None:
+        assert isinstance(self._family, HostsFamily)
+        self._servers_killed += 1
+        lost = [int(name.rpartition("-")[2]) for name in roles(host, "worker")]
+        for rank in lost:
+            self._lives[rank] += 1
+        others = [rank for rank in self._working() if rank not in lost]
+        seconds = self._measure(list(host.pids()), others)
+        self.kills.append({"victim": "host", "at_once": 1, "others_after": seconds})
+        before = len(self._events("host_joined"))
+        self._family.begin_again(host)
+        self._until("the host to join again", lambda: len(self._events("host_joined")) > before)
+
+    def _measure(self, victims: Sequence[int], others: Collection[int]) -> float:
         """Kill, and wait until the others have had something acknowledged that they began later."""
-        pids = {name: pid for pid, name in self._family.members().items()}
         time.sleep(self._chance.uniform(0, PAUSE_SECONDS if victims else PAUSE_SECONDS / 10))
-        killed_at = self._control[Word.KILLED_AT] = time.monotonic()
+        killed_at = self._control[Word.KILLED_AT] = time.time()
         for victim in victims:
-            os.kill(pids[f"tt-{victim}"], signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ended with one before
+                os.kill(victim, signal.SIGKILL)
         self._until("the others to go on", lambda: all(self._entry(r, Entry.KILL) == killed_at for r in others))
         return max(self._entry(r, Entry.RECOVERED_AT) for r in others) - killed_at
 
@@ -147,11 +176,55 @@ class Siege:
         self._until("the end", lambda: self._family.process.poll() is not None)
 
 
+class HostsFamily:
+    """A run's processes on several hosts, as Family has those of one."""
+
+    def __init__(self, hosts: list[Host], where: str, log: Path, *command: str) -> None:
+        self.hosts, self.log, self._where = hosts, log, where
+        self._commands = {host.number: self._begin(host) for host in hosts[1:]}
+        self.process = self._python(hosts[0], "-m", *command)
+
+    def _begin(self, host: Host) -> subprocess.Popen[str]:
+        words = "--rendezvous", self._where, "--hosts", len(self.hosts), "--host-rank", host.number
+        return self._python(host, "-m", "torrential", "train", f"{Path(audit.__file__).resolve()}:task", *words)
+
+    def _python(self, host: Host, *words: object) -> subprocess.Popen[str]:
+        with open(self.log, "ab") as file:
+            environment = os.environ | {SECRET_VARIABLE: "a secret of those that audit"}
+            return host.run(sys.executable, *words, stdout=file, stderr=file, env=environment)
+
+    def begin_again(self, host: Host) -> None:
+        self._commands[host.number].wait(PATIENCE_SECONDS)
+        self._commands[host.number] = self._begin(host)
+
+    def members(self) -> dict[int, str]:
+        return {pid: name for host in self.hosts for pid, name in host.pids().items()}
+
+    def kill_all(self) -> None:
+        for pid in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def leftovers(self, files_before: set[str]) -> list[str]:
+        """What is still there three seconds after the end. Nothing else runs on these hosts."""
+        deadline = time.monotonic() + 3
+        while left := [f"process {name}" for name in self.members().values()]:
+            if time.monotonic() > deadline:
+                return left
+            time.sleep(0.05)
+        return []
+
+
+def roles(host: Host, role: str) -> list[str]:
+    return [name for name in host.processes() if name.startswith(f"tt-{role}")]
+
+
 def spread(seconds: list[float]) -> dict[str, float]:
     return {"median": statistics.median(seconds), "worst": max(seconds)} if seconds else {}
 
 
-def besiege(options: argparse.Namespace, root: Path) -> dict[str, Any]:
+def besiege(options: argparse.Namespace, root: Path, hosts: list[Host]) -> dict[str, Any]:
     chance = random.Random(options.seed)
     kills: list[dict[str, Any]] = []
     usual, servers, workers, wrong = list[float](), list[float](), list[float](), list[str]()
@@ -165,8 +238,10 @@ def besiege(options: argparse.Namespace, root: Path) -> dict[str, Any]:
             transport=options.transport,
             staleness=options.staleness,
             seed=chance.randrange(1 << 30),
+            hosts=len(hosts),
+            rendezvous=f"{hosts[0].address}:{PORT + runs}" if hosts else "",
         )
-        siege = Siege(plan, chance)
+        siege = Siege(plan, chance, hosts)
         siege.run(min(options.each, options.kills - len(kills)))
         found = siege.wrong()
         kills, usual = kills + siege.kills, usual + siege.usual
@@ -182,7 +257,8 @@ def besiege(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         if not found:
             shutil.rmtree(plan.directory)
     by_victim = {
-        kind: [k["others_after"] for k in kills if k["victim"].startswith(kind)] for kind in ("server", "worker")
+        kind: [k["others_after"] for k in kills if k["victim"].startswith(kind)]
+        for kind in ("server", "worker", "host")
     }
     return {
         "killed": {kind: len(times) for kind, times in by_victim.items()},
@@ -207,11 +283,14 @@ def main() -> None:
     parser.add_argument(
         "--staleness", type=int, help="clocks that workers may be apart; by default as many as they like"
     )
+    parser.add_argument("--hosts", type=int, default=0, help="several hosts, of which some are killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="server-faults-"))
-    result = vars(options) | besiege(options, root)
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(cluster(options.hosts, root)) if options.hosts else []
+        result = vars(options) | besiege(options, root, hosts)
     shown = {name: value for name, value in result.items() if name not in vars(options) and name != "every_kill"}
     print(json.dumps(shown, indent=2))
     if options.json is not None:

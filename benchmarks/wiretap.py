@@ -1,14 +1,19 @@
-"""Records all that crosses the loopback interface over TCP, connection by connection. Only root can."""
+"""Records all that crosses the loopback interface or another network over TCP, by connection. Only root can."""
 
 from __future__ import annotations
 
 import base64
+import ctypes
+import os
 import secrets
 import socket
 import struct
 import threading
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Self
+
+from benchmarks.link import CLONE_NEWNET
 
 ALL_PROTOCOLS = 3
 IPV4 = 0x0800
@@ -22,17 +27,25 @@ DISCARD_PORT = 9
 
 
 class Direction(NamedTuple):
-    """The ports of what was sent one way on a connection."""
+    """The ports of what was sent one way on a connection, and the addresses."""
 
     source: int
     to: int
+    addresses: bytes
 
 
 class Wiretap:
-    def __init__(self) -> None:
+    def __init__(self, network: int | None = None) -> None:
+        """`network`: the pid of a process; what comes in at any interface of its network is recorded, of which nothing
+        may be left when the recording stops."""
         self.said: dict[Direction, bytearray] = defaultdict(bytearray)
-        self._sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ALL_PROTOCOLS))
-        self._sock.bind(("lo", 0))
+        self._network = network
+        if network is None:
+            self._sock = _listening()
+            self._sock.bind(("lo", 0))
+        else:
+            with ThreadPoolExecutor(1) as pool:  # a socket stays in the network in which its thread has made it
+                self._sock = pool.submit(_listening_in, network).result()
         self._sock.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, ROOM)
         self._sock.settimeout(LOOK_SECONDS)
         self._ended, self._last_words = threading.Event(), secrets.token_bytes(16)
@@ -50,12 +63,17 @@ class Wiretap:
         if self._ended.is_set():
             return
         self._ended.set()
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as marking:
-            marking.sendto(self._last_words, ("127.0.0.1", DISCARD_PORT))  # others may never be silent
+        if self._network is None:
+            self._mark()
         self._thread.join(60)
         _, lost = struct.unpack("II", self._sock.getsockopt(SOL_PACKET, PACKET_STATISTICS, 8))
         self._sock.close()
         assert not self._thread.is_alive() and not lost, f"{lost} packets were not recorded"
+
+    def _mark(self) -> None:
+        """Let the recording end here."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as marking:
+            marking.sendto(self._last_words, ("127.0.0.1", DISCARD_PORT))  # others may never be silent
 
     def holds(self, words: bytes) -> bool:
         return any(words in said for said in list(self.said.values()))
@@ -78,7 +96,19 @@ class Wiretap:
         if packet[9] == socket.IPPROTO_TCP:
             source, to = struct.unpack_from(">HH", packet, head)
             contents = head + 4 * (packet[head + 12] >> 4)
-            self.said[Direction(source, to)] += packet[contents : length or len(packet)]
+            self.said[Direction(source, to, packet[12:20])] += packet[contents : length or len(packet)]
+
+
+def _listening() -> socket.socket:
+    return socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ALL_PROTOCOLS))
+
+
+def _listening_in(network: int) -> socket.socket:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/proc/{network}/ns/net") as there:
+        if libc.setns(there.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return _listening()
 
 
 def forms(secret: bytes) -> list[bytes]:

@@ -134,6 +134,20 @@ def test_letters_of_one_role_to_another_arrive_in_order(kind: str) -> None:
         assert [expect(c.worker).message.seq for _ in range(60)] == list(range(60))
 
 
+def test_memory_is_shared_with_those_of_the_same_host_alone() -> None:
+    with correspondents("shared") as c:
+        values = c.buffers[0].get("values", 3, torch.float32, 0)
+        for post, home in ((c.worker, "here"), (c.server, "here")):
+            post.home = home
+        for home, lies_there in (("here", True), ("there", False), ("", False)):
+            c.worker.know({SERVERS: Contact(c.server.where, 0, home)})
+            values.fill_(1)
+            c.worker.post(SERVERS, pull(1), [values]).wait(10)
+            (came,) = expect(c.server).tensors
+            values.fill_(2)
+            assert came.tolist() == [2.0 if lies_there else 1.0] * 3, home
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_answer_goes_back_on_the_connection_that_the_letter_came_on(kind: str) -> None:
     with correspondents(kind, known=False) as c:

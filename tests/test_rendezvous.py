@@ -1,94 +1,25 @@
 """Runs of several hosts, on the test bed of hosts.py: what they learn is what one host learns."""
 
 import contextlib
+import hashlib
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hosts import Host, cluster, needs_root
 
-from torrential.records import Evaluation, Event, Record, Step, read_records
+from benchmarks.host_runs import SECONDS, SECRET, HostsRun
+from benchmarks.wiretap import Wiretap, forms
+from torrential.records import Evaluation, Record, Step, read_records
+from torrential.worlds.hosts.rendezvous import secret_of_run
 
 pytestmark = [needs_root, pytest.mark.timeout(300)]
 
-SECRET = "a secret that three hosts know"
-PORT = 29500
 HOSTS = 3
-SECONDS = 240.0
-
-
-class HostsRun:
-    """One run: the command on each host."""
-
-    def __init__(
-        self,
-        hosts: list[Host],
-        out: Path,
-        *words: object,
-        count: int = 0,
-        resume: bool = False,
-        **changed: list[object],
-    ) -> None:
-        """`count`: hosts without spare ones; `resume`: go on with the run in `out`; `changed`: words for one host
-        alone, as host1=[...]."""
-        self.hosts, self.out = hosts, out
-        self.commands: list[subprocess.Popen[str]] = []
-        where = f"{hosts[0].address}:{PORT}"
-        for number, host in enumerate(hosts):
-            own = [
-                *words,
-                "--rendezvous",
-                where,
-                "--host-rank",
-                number,
-                "--hosts",
-                count or len(hosts),
-                "--resume" if resume else "--out",
-                out,
-            ]
-            environment = os.environ | {"TORRENTIAL_SECRET": SECRET}
-            program = [sys.executable, "-m", "torrential", "train", *own, *changed.get(f"host{number}", [])]
-            out_and_err = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            self.commands.append(host.run(*program, env=environment, **out_and_err))
-
-    def wait(self) -> list[tuple[int, str]]:
-        """Exit codes, and what was said."""
-        said = [command.communicate(timeout=SECONDS)[0] for command in self.commands]
-        return [(command.returncode, words) for command, words in zip(self.commands, said, strict=True)]
-
-    def records(self) -> list[Record]:
-        path = self.out / "records.jsonl"
-        return read_records(path) if path.exists() else []
-
-    def events(self, name: str) -> list[Event]:
-        return [record for record in self.records() if isinstance(record, Event) and record.event == name]
-
-    def until(self, condition: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, what
-            assert self.commands[0].poll() is None, self.commands[0].communicate()
-            time.sleep(0.05)
-
-    def kill(self, host: int, role: str) -> None:
-        """End a role with SIGKILL."""
-        done = self.hosts[host].run("pkill", "-KILL", "-x", role)
-        assert done.wait(10) == 0, role
-
-    def until_training(self, step: int) -> None:
-        self.until(lambda: any(r.step >= step for r in self.records() if isinstance(r, Step)), f"step {step}")
-
-    def close(self) -> None:
-        for host, command in zip(self.hosts, self.commands, strict=True):
-            if command.poll() is None:  # it is the command that enters the host: what it began there is ended there
-                host.run("pkill", "-KILL", "-f", "torrential").wait(10)
-            command.communicate(timeout=20)
 
 
 Train = Callable[..., HostsRun]
@@ -133,16 +64,20 @@ def finished(run: HostsRun) -> None:
         assert code == 0, said
 
 
-SAME = ("--workers", 3, "--epochs", 2, "--set", "threads=1", "--set", "algorithm=ring")
-
-
-def test_all_reduce_over_hosts_is_that_of_one_host_bit_for_bit(train: Train, run_cli: Any, tmp_path: Path) -> None:
-    """And its evaluations are, with the observer on another host than the supervisor."""
-    run = train("digits-mlp", *SAME, "--set", "placement=observer:2")
+@pytest.mark.parametrize(
+    ("workers", "algorithm", "observer", "pretended"),
+    [(3, "ring", 2, ()), (6, "hierarchical", 1, ("--set", f"hosts={HOSTS}"))],
+    ids=["ring", "hierarchical"],
+)
+def test_all_reduce_over_hosts_is_that_of_one_host_bit_for_bit(
+    train: Train, run_cli: Any, tmp_path: Path, workers: int, algorithm: str, observer: int, pretended: tuple[str, ...]
+) -> None:
+    """And its evaluations are, with the observer on each host in turn: by default it is on host 0."""
+    same = "--workers", workers, "--epochs", 2, "--set", "threads=1", "--set", f"algorithm={algorithm}"
+    run = train("digits-mlp", *same, "--set", f"placement=observer:{observer}")
     finished(run)
-    alone = run_cli(
-        "train", "digits-mlp", *SAME, "--set", "transport=tcp", "--out", tmp_path / "alone", timeout=SECONDS
-    )
+    words = *same, *pretended, "--set", "transport=tcp", "--out", tmp_path / "alone"
+    alone = run_cli("train", "digits-mlp", *words, timeout=SECONDS)
     assert alone.returncode == 0, alone.stderr
     there, here = run.records(), read_records(tmp_path / "alone" / "records.jsonl")
     both = losses(there).keys() & losses(here).keys()  # steps are sampled by time
@@ -165,9 +100,57 @@ def test_servers_and_workers_on_different_hosts_learn(train: Train) -> None:
 
 
 def test_a_model_that_is_cut_is_built_on_each_host(train: Train) -> None:
-    run = train("digits-mlp", "--strategy", "pipeline", "--workers", 3, "--epochs", 2, "--set", "threads=1")
+    words = "--strategy", "pipeline", "--workers", 3, "--epochs", 2, "--set", "threads=1", "--set", "security=tls"
+    run = train("digits-mlp", *words)
     finished(run)
     assert evaluations(run.records())
+
+
+# -- what others can read ---------------------------------------------------------------------------------------------
+TASK = """
+import torch.nn.functional as F
+from torch import nn
+
+import torrential as tt
+from torrential.tasks.digits import digits
+
+
+def model():
+    made = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    nn.init.constant_(made[1].weight, 0.0123456)
+    return made
+
+
+data = digits()
+task = tt.Task(model=model, loss=F.cross_entropy, train=data.train, test=data.test, name="words of the task")
+"""
+SAID_IN_CLEAR = {
+    "agents": [b"Come", b"RunPlan", b"Begin", b"words of the task"],
+    "roles": [b"Hello", b"Roster"],
+    "letters": [b"Greeting", b"Pull", b"Push"],
+    "parameters": [torch.full((16,), 0.0123456).numpy().tobytes()],
+}
+
+
+@pytest.mark.parametrize("security", ["token", "tls"])
+def test_a_recording_of_a_whole_run_between_hosts(three: tuple[list[Host], Path], train: Train, security: str) -> None:
+    hosts, shared = three
+    (shared / "task.py").write_text(TASK)
+    with Wiretap(hosts[0].switch) as tap:
+        roles = "--strategy", "downpour", "--workers", 3, "--servers", 3
+        run = train(shared / "task.py", *roles, "--steps", 6, "--set", f"security={security}")
+        finished(run)
+    assert sum(map(len, tap.said.values())) > 6 * 17_000 * 4  # it is a recording of that run
+    known = hashlib.sha256(SECRET.encode()).digest()
+    secrets = [SECRET.encode(), *forms(known)]
+    if security == "token":
+        plans = [bytes(words) for words in tap.said.values() if b"RunPlan" in words]
+        (salt,) = {plan.partition(b"\xa4salt\xc4\x10")[2][:16] for plan in plans}
+        assert len(plans) == 2 and len(salt) == 16
+        secrets += forms(secret_of_run(known, salt))
+    assert not any(tap.holds(form) for form in (*secrets, b"PRIVATE KEY", b"nn.init.constant_"))
+    for what, words in SAID_IN_CLEAR.items():
+        assert {tap.holds(word) for word in words} == {security == "token"}, what
 
 
 # -- deaths -----------------------------------------------------------------------------------------------------------

@@ -2,15 +2,21 @@
 
 import contextlib
 import secrets
+import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from torrential.comm import stream
 from torrential.comm.admission import Admission
+from torrential.comm.authority import Authority
+from torrential.comm.handshake import CHALLENGE_BYTES, CLEAR, ENCIPHERED
 from torrential.comm.protocol import OBSERVER, SERVERS
+from torrential.comm.tls import Tls, call_unknown
 from torrential.errors import BadInput, RunFailed
 from torrential.worlds.hosts.messages import Come, versions
 from torrential.worlds.hosts.rendezvous import SECRET_VARIABLE, join, rendezvous, secret_of_run
@@ -61,10 +67,14 @@ def test_a_secret_of_a_run_is_that_of_no_other() -> None:
     assert secret_of_run(b"s" * 32, b"1" * 16) != secret_of_run(b"s" * 32, b"2" * 16)
 
 
+AUTHORITY = Authority()
+
+
 @contextlib.contextmanager
-def listening(secret: bytes) -> Any:
+def listening(secret: bytes, enciphered: bool = False) -> Any:
     """A supervisor's listener, and whom it has admitted."""
-    listener = Admission("tcp:127.0.0.1:0", secret, Come, says_challenge=True)
+    tls = Tls(AUTHORITY.identity("rendezvous"), anybody=True) if enciphered else None
+    listener = Admission("tcp:127.0.0.1:0", secret, Come, tls, says_challenge=True)
     admitted: list[Any] = []
 
     def admit() -> None:
@@ -81,8 +91,9 @@ def listening(secret: bytes) -> Any:
     listener.close()
 
 
-def test_a_host_with_another_secret_is_refused_and_says_so(secret: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with listening(secrets.token_bytes(32)) as (listener, admitted):
+@pytest.mark.parametrize("enciphered", [False, True])
+def test_a_host_with_another_secret_is_refused_and_says_so(secret: None, enciphered: bool) -> None:
+    with listening(secrets.token_bytes(32), enciphered) as (listener, admitted):
         port = listener.address.partition("?")[0].rpartition(":")[2]
         meeting = rendezvous(f"127.0.0.1:{port}", 1, 2, None)
         with pytest.raises(BadInput, match="knows another secret, or is no supervisor; give all hosts the same"):
@@ -90,15 +101,57 @@ def test_a_host_with_another_secret_is_refused_and_says_so(secret: None, monkeyp
         assert not admitted and listener.strangers == 1
 
 
-def test_a_host_that_knows_the_secret_is_admitted_and_a_missing_supervisor_is_named(secret: None) -> None:
+@pytest.mark.parametrize("enciphered", [False, True])
+def test_a_host_that_knows_the_secret_is_admitted_and_a_missing_supervisor_is_named(
+    secret: None, enciphered: bool
+) -> None:
     meeting = rendezvous("127.0.0.1:1", 1, 2, None)
-    with listening(meeting.secret) as (listener, admitted):
+    with listening(meeting.secret, enciphered) as (listener, admitted):
         port = listener.address.partition("?")[0].rpartition(":")[2]
         sock = join(rendezvous(f"127.0.0.1:{port}", 1, 2, None), Come(1, "here", versions()), 5.0)
         sock.close()
         assert [come.host for _, come in admitted] == [1]
     with pytest.raises(RunFailed, match=r"host 0 was not at 127\.0\.0\.1:1 within 0 s .*--host-rank 0"):
         join(meeting, Come(1, "here", versions()), 0.0)
+
+
+def between(caller: socket.socket, port: int, to_caller: Tls | None, to_listener: bool) -> None:
+    """Whoever sits between a host and its supervisor: TLS with either, or none, and what they say is passed on."""
+    listener = socket.create_connection(("127.0.0.1", port), 10)
+    caller.settimeout(10)
+    challenge = listener.recv(1 + CHALLENGE_BYTES, socket.MSG_WAITALL)[1:]
+    caller.sendall((CLEAR if to_caller is None else ENCIPHERED) + challenge)
+    near: stream.Connected = caller if to_caller is None else to_caller.answer(caller)
+    far: stream.Connected = listener
+    if to_listener:
+        far = call_unknown(listener)
+        far.shake_hands(10)
+    with contextlib.suppress(OSError):
+        for source, to in ((near, far), (far, near)):
+            if not (said := source.recv(4096)):
+                break
+            to.sendall(said)
+    for end in (near, far):
+        stream.close(end)
+
+
+@pytest.mark.parametrize(("to_caller", "to_listener"), [(True, True), (False, True), (False, False)])
+def test_nobody_sits_between_a_host_and_its_supervisor(secret: None, to_caller: bool, to_listener: bool) -> None:
+    """With TLS both ways and a certificate of his own, or having told the host that there is no TLS."""
+    known = rendezvous("127.0.0.1:1", 1, 2, None).secret
+    with (
+        listening(known, enciphered=True) as (listener, admitted),
+        socket.create_server(("127.0.0.1", 0)) as waylaid,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        port = int(listener.address.partition("?")[0].rpartition(":")[2])
+        own = Tls(Authority("another").identity("rendezvous"), anybody=True) if to_caller else None
+        passing = pool.submit(lambda: between(waylaid.accept()[0], port, own, to_listener))
+        meeting = rendezvous(f"127.0.0.1:{waylaid.getsockname()[1]}", 1, 2, None)
+        with pytest.raises((BadInput, RunFailed)):
+            join(meeting, Come(1, "here", versions()), 0.0)
+        passing.result(20)
+        assert not admitted and listener.strangers == 1
 
 
 def test_options_of_several_hosts_without_a_rendezvous(run_cli: Callable[..., Any]) -> None:

@@ -77,10 +77,15 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 def save(
-    directory: str | os.PathLike[str], checkpoint: Checkpoint, keep: int = 2, keep_best: int = 0, minimize: bool = False
+    directory: str | os.PathLike[str],
+    checkpoint: Checkpoint,
+    keep: int = 2,
+    keep_best: int = 0,
+    minimize: bool = False,
+    needed: int | None = None,
 ) -> Path:
-    """Writes `directory/step-...`, then deletes all but the newest `keep` and the `keep_best` with the best value.
-    Gives the new one's path.
+    """Writes `directory/step-...`, then deletes all but the newest `keep`, the `keep_best` with the best value, and the
+    `needed` one, by its step. Gives the new one's path.
 
     Checkpoints of later steps belong to a course of training that was given up, and go too. A failed write raises
     RunFailed, leaves nothing of itself and touches no other checkpoint.
@@ -102,7 +107,7 @@ def save(
         raise
     found = _checkpoints(directory)
     valid = sorted(step for step in found if step <= checkpoint.step)
-    stay = {*valid[-keep:], *_best([found[step] for step in valid] if keep_best else [], minimize)[:keep_best]}
+    stay = {*valid[-keep:], *_best([found[step] for step in valid] if keep_best else [], minimize)[:keep_best], needed}
     for step in found.keys() - stay:
         shutil.rmtree(found[step], ignore_errors=True)
     return final

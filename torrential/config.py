@@ -92,8 +92,9 @@ class HostsSettings(LocalSettings, frozen=True, kw_only=True, tag="hosts"):
 
     transport: Literal["tcp"] = "tcp"
     """The way data travels between workers: TCP."""
-    algorithm: Literal["auto", "naive", "direct", "ring", "halving", "blocks", "tree"] = "auto"
-    """The all-reduce that sums gradients; auto is the one that is measured to be the quickest."""
+    algorithm: Literal["auto", "hierarchical", "naive", "direct", "ring", "halving", "blocks", "tree"] = "auto"
+    """The all-reduce that sums gradients: by messages (direct, ring, ...), or in the memory of each host and by
+    messages between them (hierarchical); auto is the one that is measured to be the quickest."""
     hosts: AtLeastOne = 1
     """The number of hosts."""
     host_timeout: Annotated[float, msgspec.Meta(ge=1)] = 10.0

@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from torrential.comm import stream
-from torrential.comm.handshake import HEAD_BYTES, LENGTH, MAX_GREETING, Challenge
+from torrential.comm.handshake import CLEAR, ENCIPHERED, HEAD_BYTES, LENGTH, MAX_GREETING, Challenge
 from torrential.comm.tls import Tls
 
 MOST_STRANGERS = 64  # who have connected and not said all of it yet
@@ -61,8 +61,10 @@ class Admission:
     def __init__(
         self, address: str, secret: bytes, greeting: Any, tls: Tls | None = None, says_challenge: bool = False
     ) -> None:
-        """`says_challenge`: callers know the address alone, and are told the challenge when they have connected."""
-        self._challenge, self._tls, self._says_challenge = Challenge(secret), tls, says_challenge
+        """`says_challenge`: callers know the address alone, and are told the challenge when they have connected; `tls`
+        is for anybody then, and proofs name its certificate."""
+        self._tls, self._says_challenge = tls, says_challenge
+        self._challenge = Challenge(secret, tls.digest if says_challenge and tls is not None else b"")
         self._listener, where = stream.listen(address)
         self.address = stream.challenging(where, self._challenge.words)
         self._listener.setblocking(False)
@@ -125,7 +127,8 @@ class Admission:
         try:
             stream.check_user(sock)
             if self._says_challenge:
-                sock.sendall(self._challenge.words)  # the first that is written there, so it does not block
+                how = CLEAR if tls is None else ENCIPHERED
+                sock.sendall(how + self._challenge.words)  # the first that is written there, so it does not block
             if sock.family != socket.AF_UNIX:
                 stream.tune(sock, sock.getpeername()[0])
         except (stream.WireError, OSError):

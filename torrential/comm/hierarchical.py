@@ -35,7 +35,7 @@ class HierarchicalCarrier(ScheduledCarrier):
         timeout: float,
         channel: Channel,
         shared: Callable[[str, Meter], SharedCarrier],  # makes one, its counters apart from those of another name
-        host: Callable[[int], int],  # the host of a rank
+        host: Callable[[int], object],  # names the host of a rank
     ) -> None:
         super().__init__(rank, meter, check, timeout, channel)
         self._inside = Meter()  # the shared carriers'; their bytes are ours, their time is in ours already
@@ -44,7 +44,7 @@ class HierarchicalCarrier(ScheduledCarrier):
 
     def regroup(self, generation: int, members: tuple[int, ...]) -> None:
         super().regroup(generation, members)
-        by_host: dict[int, list[int]] = {}
+        by_host: dict[object, list[int]] = {}
         for rank in members:
             by_host.setdefault(self._host(rank), []).append(rank)
         mine = tuple(by_host[self._host(self.rank)])
@@ -62,6 +62,10 @@ class HierarchicalCarrier(ScheduledCarrier):
         operation = self._not_down[self._count] = _Levels(self, tensor, name, self._count)
         self._count += 1
         return self.launch(operation)
+
+    def all_reduce_flat(self, tensor: Tensor, algorithm: str) -> Operation:
+        """By messages between all members, whichever host they are on."""
+        return super().all_reduce(tensor, algorithm)
 
     def _advance(self) -> None:
         super()._advance()

@@ -4,7 +4,7 @@
 
 What one member sends another under one tag arrives in order. Both sides belong to one generation: when members change,
 waits raise Regrouped, and what was on its way is dropped. What is passed on (`pass_on`, `take`) travels through memory
-that both see, where there is such (comm/lanes.py).
+that both see, where there is such between the two (comm/lanes.py).
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class PointToPoint:
         timeout: float,
         complaints: Complaints,
         common: Callable[[str, int], Tensor] | None = None,
+        near: Callable[[int], bool] = lambda rank: True,
     ) -> None:
         """`check` raises Regrouped when members have changed; `complaints` are told of waits that last longer than
-        `timeout`; `common`: gives so many bytes, by name, that all members see, where memory is shared."""
+        `timeout`; `common`: gives so many bytes, by name, that members who are `near` one another see, where memory is
+        shared."""
         self.channel, self.meter, self.check, self.timeout = channel, meter, check, timeout
-        self.complaints, self._common = complaints, common
+        self.complaints, self._common, self._near = complaints, common, near
         self._lanes: dict[str, Lane] = {}
         self._generation = 0
         self.rank, self.members = -1, tuple[int, ...]()
@@ -109,7 +111,7 @@ class PointToPoint:
         return self.recv(torch.empty(sizes, dtype=dtype), source, tag)
 
     def _lane(self, source: int, to: int, tag: str, room: int, nbytes: int) -> Lane | None:
-        if self._common is None or not nbytes:
+        if self._common is None or not nbytes or not (self._near(source) and self._near(to)):
             return None
         name = f"lane {source}>{to} {tag} {room}x{nbytes}"
         lane = self._lanes.get(name)

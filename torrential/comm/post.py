@@ -64,6 +64,7 @@ class Contact(NamedTuple):
 
     where: str
     life: int
+    home: str = ""  # names its host, where roles are on several
 
 
 class Posted(Outgoing):
@@ -117,7 +118,8 @@ class Post:
         self, address: int, life: int, listen: str, secret: bytes, messages: Any, tls: Tls | None = None
     ) -> None:
         self.address, self.life, self._secret, self._tls = address, life, secret, tls
-        self.memory: Memory | None = None  # what can be shared with others; to be set before the first letter
+        self.memory: Memory | None = None  # what others at home can read; to be set before the first letter
+        self.home = ""
         self._landing: Landing = nowhere
         self._admission = Admission(listen, secret, Greeting, tls)
         self.where = self._admission.address
@@ -163,6 +165,15 @@ class Post:
     def know(self, contacts: Mapping[int, Contact]) -> None:
         self._contacts = contacts
 
+    def home_of(self, address: int) -> str:
+        """The host that a role is on, as far as is known."""
+        contact = self._contacts.get(address)
+        return self.home if address == self.address else "" if contact is None else contact.home
+
+    def near(self, address: int) -> bool:
+        """Whether a role is on this host."""
+        return self.home_of(address) == self.home
+
     def announce(self, message: Any) -> None:
         """Deliver a letter from the world itself."""
         self._arrived.append(Letter(-1, message, []))
@@ -203,7 +214,8 @@ class Post:
         if line is None:
             outgoing.lose()
         else:
-            line.outbox.send(*frame(message, tensors, self.memory if by_reference else None), outgoing)
+            memory = self.memory if by_reference and self.near(to) else None
+            line.outbox.send(*frame(message, tensors, memory), outgoing)
             self._brisk &= outgoing.done()  # else the thread that writes it needs the core
         return outgoing
 

@@ -11,6 +11,7 @@ long they are, and processes that are killed say none.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import select
 import socket
@@ -40,10 +41,14 @@ class Identity(msgspec.Struct, frozen=True):
 class Tls:
     """Both ends' rules: TLS 1.3, and a certificate that the authority has signed. Names in it are not looked at."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, anybody: bool = False) -> None:
+        """`anybody`: callers need not show a certificate (comm/handshake.py says how they are known then)."""
         self._calling = _context(ssl.PROTOCOL_TLS_CLIENT, identity)
         self._listening = _context(ssl.PROTOCOL_TLS_SERVER, identity)
         self._listening.num_tickets = 0  # nothing follows the handshake that nobody has asked for
+        if anybody:
+            self._listening.verify_mode = ssl.CERT_NONE
+        self.digest = hashlib.sha256(_first(identity.certificate)).digest()
 
     def call(self, sock: socket.socket) -> TlsSocket:
         """The caller's end of a connection."""
@@ -64,10 +69,30 @@ class Tls:
                 continue
 
 
-def _context(protocol: int, identity: Identity) -> ssl.SSLContext:
+def _first(certificates: bytes) -> bytes:
+    """The first certificate of a PEM file, its owner's, as it is shown."""
+    text = certificates.decode("ascii", "replace")
+    end = text.find(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
+    return ssl.PEM_cert_to_DER_cert(text[text.find(ssl.PEM_HEADER) : end])
+
+
+def call_unknown(sock: socket.socket) -> TlsSocket:
+    """The caller's end of a connection to a listener whose certificate nobody vouches for. It is no better than one in
+    clear until both ends have proved which certificate they mean (`TlsSocket.digest`, comm/handshake.py)."""
+    context = _bare_context(ssl.PROTOCOL_TLS_CLIENT)
+    context.verify_mode = ssl.CERT_NONE
+    return TlsSocket(sock, context, False)
+
+
+def _bare_context(protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
+    return context
+
+
+def _context(protocol: int, identity: Identity) -> ssl.SSLContext:
+    context = _bare_context(protocol)
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=identity.authority.decode("ascii"))
     file = os.memfd_create("torrential certificate", os.MFD_CLOEXEC)  # OpenSSL's interface here takes files only
@@ -125,6 +150,11 @@ class TlsSocket:
 
     def close(self) -> None:
         self._sock.close()
+
+    def digest(self) -> bytes:
+        """That of the certificate that the other side has shown, once hands are shaken."""
+        shown = self._cipher.getpeercert(binary_form=True)
+        return b"" if shown is None else hashlib.sha256(shown).digest()
 
     # -- shaking hands ----------------------------------------------------------------------------------------------
     def shake_hands(self, seconds: float) -> None:

@@ -8,7 +8,7 @@ import os
 import msgspec
 
 from torrential.comm.certificates import CertificateFiles, read_identity
-from torrential.config import HostsSettings, LocalSettings
+from torrential.config import LocalSettings
 from torrential.errors import BadInput
 from torrential.strategies.base import Strategy
 from torrential.strategies.ddp import Ddp
@@ -24,8 +24,6 @@ def check_security(settings: LocalSettings, strategy: Strategy) -> tuple[LocalSe
             name, path = next(iter(given.items()))
             raise BadInput(f"{name}={path} is for security=tls (given: security=token); add --set security=tls")
         return settings, []
-    if isinstance(settings, HostsSettings):
-        raise BadInput("security=tls is for the processes of one host (given: --rendezvous); leave out one of the two")
     if isinstance(strategy, Ddp) or settings.algorithm in ("native", "nccl"):
         which = "ddp" if isinstance(strategy, Ddp) else f"algorithm={settings.algorithm}"
         raise BadInput(f"{which} sends by torch's libraries, in clear (given: security=tls); leave out one of the two")

@@ -34,6 +34,7 @@ class Observer:
         self._strategy = strategy
         self._assembles = type(strategy).assembled is not Strategy.assembled
         self.evaluates = task.validation is not None  # not if a script reports by itself
+        self.needed: int | None = None  # the step of a checkpoint that is not to be deleted
         self.gets_on: Callable[[], None] = lambda: None  # called after every batch that was evaluated
         self._data = {}
         if task.validation is not None:
@@ -115,7 +116,7 @@ class Observer:
         extras = _named(rest, "extra/")
         whole = to_checkpoint(snapshot, self.config.seed, self.model, self.layout, flat, extras, owners, value)
         keep_best, minimize = self.config.settings.keep_best, not self.task.maximize
-        checkpoint.save(self.directory / "checkpoints", whole, keep_best=keep_best, minimize=minimize)
+        checkpoint.save(self.directory / "checkpoints", whole, 2, keep_best, minimize, self.needed)
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

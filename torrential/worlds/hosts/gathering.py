@@ -15,6 +15,7 @@ import msgspec
 from torrential.comm import stream
 from torrential.comm.admission import Admission
 from torrential.comm.handshake import CHALLENGE_BYTES
+from torrential.comm.tls import Tls
 from torrential.errors import BadInput, RunFailed
 from torrential.records import MANIFEST
 from torrential.userfiles import split_spec
@@ -97,8 +98,10 @@ class Gathering:
         if meeting.hosts != count:
             raise BadInput(f"the run is one of {count} hosts (given: --hosts {meeting.hosts}); give it the same")
         plan = self._plan(job, crew.address)
+        shown = crew.identity("rendezvous")
+        tls = None if shown is None else Tls(shown, anybody=True)
         try:
-            self._admission = Admission(meeting.address, meeting.secret, Come, says_challenge=True)
+            self._admission = Admission(meeting.address, meeting.secret, Come, tls, says_challenge=True)
         except OSError as error:
             where = meeting.address.removeprefix("tcp:")
             raise BadInput(f"--rendezvous {where}: host 0 cannot listen there ({error.strerror})") from error

@@ -1,9 +1,9 @@
 """How the hosts of a run find one another: the agents of others call the supervisor's at an address that all know.
 
     agent ── connects ──────────────► supervisor
-    agent ◄── challenge ───────────── supervisor     anybody may read it
-    agent ── number, proof, Come ───► supervisor     as at any listener (comm/handshake.py)
-    agent ◄── answer ──────────────── supervisor
+    agent ◄── TLS or not, challenge ─ supervisor     anybody may read it
+    agent ── number, proof, Come ───► supervisor     as at any listener (comm/handshake.py); from here on in TLS, with
+    agent ◄── answer ──────────────── supervisor     security=tls: the proofs name the supervisor's certificate
 
 What all hosts know besides, a secret from a file or the environment, never travels. That of a run is made of it and of
 a salt that the supervisor draws, so what was said in one run is of no use in another.
@@ -15,12 +15,14 @@ import hashlib
 import hmac
 import os
 import socket
+import ssl
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 from torrential.comm import stream
-from torrential.comm.handshake import CHALLENGE_BYTES
+from torrential.comm.handshake import CHALLENGE_BYTES, CLEAR, ENCIPHERED
+from torrential.comm.tls import call_unknown
 from torrential.errors import BadInput, RunFailed
 from torrential.worlds.hosts.messages import Come
 
@@ -91,6 +93,11 @@ def join(meeting: Rendezvous, come: Come, seconds: float = JOIN_SECONDS) -> stre
     while True:
         try:
             return _call(meeting, come)
+        except (stream.WireError, ssl.SSLError) as error:
+            raise BadInput(
+                f"host 0 at {meeting.address.removeprefix('tcp:')} knows another secret, or is no supervisor; give all "
+                "hosts the same"
+            ) from error
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RunFailed(
@@ -98,26 +105,33 @@ def join(meeting: Rendezvous, come: Come, seconds: float = JOIN_SECONDS) -> stre
                     "the command there with --host-rank 0, and see that this host reaches it"
                 ) from error
             time.sleep(AGAIN_SECONDS)
-        except stream.WireError as error:
-            raise BadInput(
-                f"host 0 at {meeting.address.removeprefix('tcp:')} knows another secret, or is no supervisor; give all "
-                "hosts the same"
-            ) from error
 
 
 def _call(meeting: Rendezvous, come: Come) -> stream.Connected:
-    sock = stream.connect(meeting.address, ATTEMPT_SECONDS)
+    sock: stream.Connected = stream.connect(meeting.address, ATTEMPT_SECONDS)
     try:
         sock.settimeout(ATTEMPT_SECONDS)
-        challenge = b""
-        while len(challenge) < CHALLENGE_BYTES:
-            more = sock.recv(CHALLENGE_BYTES - len(challenge))
-            if not more:
-                raise ConnectionError("it hung up")
-            challenge += more
+        how, challenge = _hear(sock, len(CLEAR)), _hear(sock, CHALLENGE_BYTES)
+        if how == ENCIPHERED:
+            assert isinstance(sock, socket.socket)
+            sock = call_unknown(sock)
+            sock.shake_hands(ATTEMPT_SECONDS)
+            challenge += sock.digest()
+        elif how != CLEAR:
+            raise stream.WireError("no supervisor")
         stream.prove(sock, stream.challenging(meeting.address, challenge), meeting.secret, come)
         sock.settimeout(None)
     except (OSError, stream.WireError):
         sock.close()
         raise
     return sock
+
+
+def _hear(sock: stream.Connected, count: int) -> bytes:
+    said = b""
+    while len(said) < count:
+        more = sock.recv(count - len(said))
+        if not more:
+            raise ConnectionError("it hung up")
+        said += more
+    return said

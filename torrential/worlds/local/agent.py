@@ -19,9 +19,8 @@ from typing import Protocol
 import msgspec
 
 from torrential.comm import stream
-from torrential.comm.protocol import address_of, role_name
+from torrential.comm.protocol import address_of
 from torrential.errors import RunFailed
-from torrential.worlds.local.identities import Identities, nothing_to_show
 from torrential.worlds.local.orders import (
     Begin,
     Born,
@@ -60,10 +59,8 @@ class HostAgent:
         nursery: socket.socket,
         around: Surroundings,
         report: Callable[[Born | Ended | None], None],
-        identity: Identities = nothing_to_show,
     ) -> None:
         """`report` is told of the processes, in a thread of the agent's; None: the nursery is gone."""
-        self._identity = identity
         self.number, self.name = 0, "host 0"
         self._nursery: stream.Plain[ToNursery | FromNursery] = stream.Plain(nursery, FromNursery)
         self._registry = Registry()
@@ -76,10 +73,8 @@ class HostAgent:
     def begin(self, order: Begin) -> None:
         address = address_of(order.role, order.rank)
         self._registry.forget(ending(address, order.life - 2))  # the last may still be read
-        identity = self._identity(role_name(address))
-        self._order(
-            Spawn(order.role, order.rank, order.life, self._around, order.loaders, order.seat, order.beside, identity)
-        )
+        place = order.seat, order.beside
+        self._order(Spawn(order.role, order.rank, order.life, self._around, order.loaders, *place, order.identity))
 
     def end(self, order: End) -> None:
         self._order(order)

@@ -27,7 +27,7 @@ from torrential.worlds.local import messages as m
 from torrential.worlds.local.agent import JOB
 from torrential.worlds.local.comm import LocalComm
 from torrential.worlds.local.link import AgentLink, Buffers, SupervisorLink
-from torrential.worlds.local.mail import open_post
+from torrential.worlds.local.mail import contact_text, open_post
 from torrential.worlds.local.observing import observe
 from torrential.worlds.local.outlet import LocalOutlet
 from torrential.worlds.local.script_process import play_script, try_script, use_device
@@ -47,9 +47,8 @@ def main(spawn: Spawn) -> int:
         return load_job(spawn)
     loaders = fork_loaders(spawn.rank, spawn.loaders, lambda: _prepare_reading(spawn))  # before there are threads
     post = None if spawn.role == "observer" else open_post(spawn)
-    hello = m.Hello(spawn.role, spawn.rank, spawn.life, post.where if post else "")
-    around = spawn.around
-    link = SupervisorLink(around.address, around.secret, hello, CONNECT_SECONDS, around.clock, around.host_timeout)
+    hello = m.Hello(spawn.role, spawn.rank, spawn.life, contact_text(post) if post else "")
+    link = SupervisorLink(spawn, hello, CONNECT_SECONDS)
     worker: RoleContext | None = None  # the context of its program, once it is built
     try:
         with descriptors.explained():

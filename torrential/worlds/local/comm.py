@@ -1,4 +1,4 @@
-"""Comm for processes of one host."""
+"""Comm for processes of one host, and of several: roles of one host use its memory, whoever else there is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from torrential.comm.carrier import members_of_group
 from torrential.comm.channel import PostChannel
-from torrential.comm.choosing import Chooser
+from torrential.comm.choosing import SIZES, Chooser
 from torrential.comm.hierarchical import HierarchicalCarrier
 from torrential.comm.native import NativeCarrier
 from torrential.comm.points import PointToPoint
@@ -26,7 +26,7 @@ from torrential.comm.protocol import Agreement, Group, Handle, Meter, Part
 from torrential.comm.scheduled import ScheduledCarrier
 from torrential.comm.schedules import ALGORITHMS
 from torrential.comm.shared import MAIL_BYTES, MAX_RANKS, WORDS, SharedCarrier
-from torrential.config import LocalSettings
+from torrential.config import HostsSettings, LocalSettings
 from torrential.errors import Regrouped, RunFailed
 from torrential.membership.regrouping import leave, meet
 from torrential.records import Event
@@ -46,7 +46,7 @@ class LocalComm(LocalMail):
         self, rank: int, workers: int, link: SupervisorLink, buffers: Buffers, post: Post, settings: LocalSettings,
         backend: str | None, kept: Path | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(rank, link, buffers, post, settings.transport == "shared" and backend is None)
+        super().__init__(rank, link, buffers, post, settings)
         self.rank, self._settings = rank, settings
         self.trace: WorkerTrace | None = None  # where the run is traced
         self._by_messages = settings.transport != "shared"  # collectives; else in shared memory
@@ -59,7 +59,7 @@ class LocalComm(LocalMail):
         self._small: SharedCarrier | ScheduledCarrier
         if not self._by_messages:
             self._small = self._shared("", self.meter)
-        elif settings.algorithm == "hierarchical":
+        elif settings.algorithm == "hierarchical" or self._may_be_hierarchical(settings):
             self._small = HierarchicalCarrier(
                 rank, self.meter, self.check, settings.timeout, self._channel, self._shared, self._host
             )
@@ -73,7 +73,8 @@ class LocalComm(LocalMail):
             self.check,
             settings.timeout,
             self,
-            self._common_bytes if self.shares_memory else None,
+            self._common_bytes if self.shares_at_home else None,
+            post.near if self._by_messages else lambda rank: True,
         )
         self._native = None
         self._group_of_torch: NativeCarrier | None = None
@@ -83,6 +84,7 @@ class LocalComm(LocalMail):
         self.chooser: Chooser | None = None  # where there is something to choose
         if self._by_messages and settings.algorithm == "auto":
             names = [*ALGORITHMS, *([] if self._native is None else ["native"])]
+            names += ["hierarchical"] * isinstance(self._small, HierarchicalCarrier)
             self.chooser = Chooser(
                 self, lambda name, tensor: self._all_reduce(name, tensor).wait(), names, carried_by(settings), kept
             )
@@ -95,7 +97,14 @@ class LocalComm(LocalMail):
             self.rank, meter, self.check, timeout, counters, partial(self._mail, name), self._buffers.twin, spin
         )
 
-    def _host(self, rank: int) -> int:
+    def _may_be_hierarchical(self, settings: LocalSettings) -> bool:
+        """Whether there are several hosts, and several workers on some of them."""
+        several = isinstance(settings, HostsSettings) and 1 < settings.hosts < self._workers
+        return several and settings.algorithm == "auto" and self.shares_at_home
+
+    def _host(self, rank: int) -> int | str:
+        if isinstance(self._settings, HostsSettings):
+            return self._post.home_of(rank)
         return rank * self._settings.hosts // self._workers
 
     def _mail(self, name: str, rank: int) -> Tensor:
@@ -145,9 +154,11 @@ class LocalComm(LocalMail):
         if algorithm == "native":
             assert self._native is not None
             return self._native.all_reduce(tensor)
-        if isinstance(self._small, ScheduledCarrier):
-            return self._small.all_reduce(tensor, None if algorithm == "hierarchical" else algorithm)
-        return self._small.all_reduce(tensor)
+        if algorithm == "hierarchical" or not isinstance(self._small, ScheduledCarrier):
+            return self._small.all_reduce(tensor)
+        if isinstance(self._small, HierarchicalCarrier):
+            return self._small.all_reduce_flat(tensor, algorithm)
+        return self._small.all_reduce(tensor, algorithm)
 
     def reduce_scatter(self, region: Tensor, parts: Sequence[Part]) -> Handle:
         return self._small.reduce_scatter(region, parts)
@@ -256,7 +267,9 @@ class LocalComm(LocalMail):
         time of the run, and the record says so."""
         before, began = dataclasses.replace(self.meter), self.now()
         try:
-            origin = chooser.agree_on_costs()
+            shared = isinstance(self._small, HierarchicalCarrier)  # which sums what others see
+            data = self.buffer("costs/trial", max(SIZES) // 4, torch.float32) if shared else None
+            origin = chooser.agree_on_costs(data)
         finally:
             vars(self.meter).update(vars(before))
         if origin is not None and self.rank == self.members[0]:
@@ -314,4 +327,5 @@ class LocalComm(LocalMail):
 def carried_by(settings: LocalSettings) -> str:
     """The transport as costs are kept of it."""
     enciphered = settings.transport == "tcp" and settings.security == "tls"
-    return "tls" if enciphered else settings.transport
+    between = f"-{settings.hosts}-hosts" if isinstance(settings, HostsSettings) else ""
+    return ("tls" if enciphered else settings.transport) + between

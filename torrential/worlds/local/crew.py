@@ -19,9 +19,11 @@ from torrential.comm.admission import Admission
 from torrential.comm.handshake import SECRET_BYTES
 from torrential.comm.protocol import address_of, role_name, role_of
 from torrential.comm.stream import end_when_silent
+from torrential.comm.tls import Tls
 from torrential.membership.roles import Who
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.agent import Host
+from torrential.worlds.local.identities import Identities, nothing_to_show
 from torrential.worlds.local.orders import Begin, Born, End, Ended
 from torrential.worlds.placement import Placement
 
@@ -77,12 +79,21 @@ Report = ProcessMessage | Born | Ended | HostCame | HostLost
 
 class Crew:
     def __init__(
-        self, loaders: int, placement: Placement, where: str = "", secret: bytes = b"", host_timeout: float = 0.0
+        self,
+        loaders: int,
+        placement: Placement,
+        where: str = "",
+        secret: bytes = b"",
+        host_timeout: float = 0.0,
+        identity: Identities = nothing_to_show,
     ) -> None:
         """`loaders`: of each worker; `where`: the address to listen at, by default one that this host alone knows."""
+        self.identity, own = identity, identity("supervisor")
+        tls = None if own is None else Tls(own)
         self._loaders, self._placement, self._host_timeout = loaders, placement, host_timeout
         self.secret = secret or secrets.token_bytes(SECRET_BYTES)
-        self._admission = Admission(where or f"unix:@torrential-{secrets.token_hex(8)}", self.secret, m.Hello)
+        where = where or f"unix:@torrential-{secrets.token_hex(8)}"
+        self._admission = Admission(where, self.secret, m.Hello, tls)
         self.address = self._admission.address
         self.hosts: dict[int, Host] = {}  # those that are there, by number; 0 is the supervisor's own
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
@@ -101,7 +112,8 @@ class Crew:
         self.processes[who] = Process(who, host)
         role, number = role_of(who.address)
         loaders = self._loaders if role == "worker" else 0
-        host.begin(Begin(role, number, who.life, loaders, seat.number, seat.beside))
+        shown = self.identity(role_name(who.address))
+        host.begin(Begin(role, number, who.life, loaders, seat.number, seat.beside, shown))
 
     def kill(self, who: Who) -> None:
         role, number = role_of(who.address)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torrential.comm import stream, wire
+from torrential.comm.tls import Tls
 from torrential.errors import RunFailed, WaitedTooLong
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.orders import Asker, BufferRefused, BufferWanted, Granted, Spawn
@@ -26,16 +27,13 @@ ORPHANED = 3  # the exit code of a process that has lost its supervisor: there i
 class SupervisorLink:
     """The connection to the supervisor: it sends, and a thread sorts what comes."""
 
-    def __init__(
-        self, address: str, secret: bytes, hello: m.Hello, timeout: float, clock: float = 0.0, host_timeout: float = 0.0
-    ) -> None:
-        """`clock`: this host's minus the supervisor's. Where that host is another one, this process ends when it has
-        been silent for `host_timeout` seconds."""
-        sock = stream.dial(address, secret, hello, timeout)
-        if host_timeout:
-            stream.end_when_silent(sock, host_timeout)
+    def __init__(self, spawn: Spawn, hello: m.Hello, timeout: float) -> None:
+        around, tls = spawn.around, None if spawn.identity is None else Tls(spawn.identity)
+        sock = stream.dial(around.address, around.secret, hello, timeout, tls)
+        if around.host_timeout:
+            stream.end_when_silent(sock, around.host_timeout)
         self._connection: wire.Connection[Any] = wire.Connection(sock, m.Any)
-        self.clock = clock
+        self.clock = around.clock
         self._sending = threading.Lock()
         self._timeout = timeout
         self.changed = threading.Condition()

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torrential.comm import stream
+from torrential.comm import futex, stream
 from torrential.comm.post import Contact, Post
 from torrential.comm.protocol import Handle, Letter, Meter, address_of, letter_by_letter
 from torrential.comm.tls import Tls
+from torrential.config import HostsSettings, LocalSettings
 from torrential.server.messages import Message, View
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.link import Buffers, SupervisorLink
@@ -30,7 +31,14 @@ def open_post(spawn: Spawn) -> Post:
     mine = f"{beside}-{spawn.role}-{spawn.rank}-{spawn.life}"
     where = stream.tcp_address(around.interface, 0) if around.transport == "tcp" else mine
     tls = None if spawn.identity is None else Tls(spawn.identity)
-    return Post(address_of(spawn.role, spawn.rank), spawn.life, where, around.secret, Message, tls)
+    post = Post(address_of(spawn.role, spawn.rank), spawn.life, where, around.secret, Message, tls)
+    post.home = around.memory  # each host has an agent of its own
+    return post
+
+
+def contact_text(post: Post) -> str:
+    """How others hear where letters reach a role, and on which host it is."""
+    return f"{post.where} {post.home}"
 
 
 def _is_ping(letter: Letter) -> bool:
@@ -45,9 +53,12 @@ class LocalMail:
     """Whether registered buffers belong to one incarnation. Where workers regroup they belong to the rank: survivors go
     on with what the dead have left there."""
 
-    def __init__(self, address: int, link: SupervisorLink, buffers: Buffers, post: Post, shares_memory: bool) -> None:
+    def __init__(
+        self, address: int, link: SupervisorLink, buffers: Buffers, post: Post, settings: LocalSettings
+    ) -> None:
         self.address, self._link, self._buffers, self._post = address, link, buffers, post
-        self.shares_memory = shares_memory
+        self.shares_memory = settings.transport == "shared" and settings.algorithm not in ("native", "nccl")
+        self.shares_at_home = self.shares_memory or (isinstance(settings, HostsSettings) and futex.supported())
         self.meter = Meter()
         self.view = View(-1, (), ())
         self._began = time.monotonic()
@@ -55,13 +66,17 @@ class LocalMail:
         self.lives: dict[int, int] = {}
         self._pinged = False  # asked whether this role gets on
         self._receiving = False
-        post.memory = buffers if shares_memory else None
+        post.memory = buffers if self.shares_at_home else None
         link.route(self._changed, m.Roster)
         link.route(self._ping, m.Ping)
 
     def _changed(self, item: tuple[m.Roster, list[Tensor]]) -> None:
         roster, _ = item
-        self._post.know({address: Contact(where, life) for address, where, life in roster.contacts})
+        contacts = {}
+        for address, text, life in roster.contacts:
+            where, _, home = text.partition(" ")
+            contacts[address] = Contact(where, life, home)
+        self._post.know(contacts)
         for address, _, life in roster.contacts:
             if life > self.lives.setdefault(address, life):
                 self._buffers.forget(ending(address, self.lives[address]))
@@ -93,7 +108,7 @@ class LocalMail:
     def buffer(
         self, name: str, numel: int, dtype: torch.dtype, *, common: bool = False, rank: int | None = None
     ) -> Tensor:
-        assert self.shares_memory or not common, "there is no common memory here"
+        assert self.shares_at_home or not common, "there is no common memory here"
         owner = None if common else (self.address if rank is None else rank)
         if self.own_memory and owner == self.address:
             name = f"{name}~{self._post.life}"
@@ -142,8 +157,10 @@ class LocalMail:
 class ServerMail(LocalMail):
     """A server goes on until it is dismissed."""
 
-    def __init__(self, address: int, link: SupervisorLink, buffers: Buffers, post: Post, shares_memory: bool) -> None:
-        super().__init__(address, link, buffers, post, shares_memory)
+    def __init__(
+        self, address: int, link: SupervisorLink, buffers: Buffers, post: Post, settings: LocalSettings
+    ) -> None:
+        super().__init__(address, link, buffers, post, settings)
         link.route(lambda _: post.stop(), m.Dismissed)
         self.server: Server | None = None  # whose mail this is
 

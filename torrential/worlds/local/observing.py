@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torrential.config import HostsSettings
 from torrential.records import Evaluation
 from torrential.trainer.observer import Observer
 from torrential.worlds.base import Job
@@ -39,6 +40,8 @@ class LocalObserving(Observing):
         self._link, self._buffers = link, buffers
         self._inbox = link.box(SnapshotTaken, m.OwnStates, m.Gone, m.Back, m.Noted, m.Stop, m.Dismissed)
         observer.gets_on = self._get_on
+        if isinstance(job.config.settings, HostsSettings) and job.checkpoint is not None:
+            observer.needed = job.checkpoint.step  # by hosts that come later on
         self._told = time.monotonic()
 
     def take_one(self) -> object:

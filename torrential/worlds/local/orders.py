@@ -28,6 +28,7 @@ class Begin(OfProcess, frozen=True):
     loaders: int = 0  # processes that prepare a worker's batches
     seat: int = 0  # its number among those of its role on its host
     beside: int = 1  # how many of these the host is meant to have
+    identity: Identity | None = None  # what it shows over tcp; None: tcp is in clear
 
 
 class End(OfProcess, frozen=True):

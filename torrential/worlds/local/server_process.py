@@ -23,8 +23,8 @@ def serve(job: Job, number: int, link: SupervisorLink, agent: AgentLink, post: P
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.settings.threads or max(1, cores // max(config.workers, config.servers)))
     plan = ServerPlan(job.task, config, job.strategy, job.checkpoint)
-    address, shared = SERVERS + number, config.local.transport == "shared"
-    mail = ServerMail(address, link, Buffers(agent, address), post, shared)
+    address = SERVERS + number
+    mail = ServerMail(address, link, Buffers(agent, address), post, config.local)
     link.send(m.Ready(plan.numel, plan.bounds, list(plan.shares.starts)))
     link.until(lambda: mail.first is not None or link.dismissed, "the first view", 1e9)
     begins = mail.first == 1  # else the others have all there is

@@ -119,18 +119,18 @@ class LocalWorld:
         nursery, identity = self._launch.socket, identities(settings)  # before anything listens
         counts = {members.name: members.count for members in population(job)}
         if meeting is None:
-            crew = Crew(settings.loaders, Placement(1, counts))
+            crew = Crew(settings.loaders, Placement(1, counts), identity=identity)
             around = Surroundings(parcel, crew.address, crew.secret, settings.transport)
         else:
             several = job.config.several
             wishes = read_wishes(several.placement, several.hosts, counts)
             placement = Placement(several.hosts, counts, wishes)
             where = tcp_address(meeting.interface, 0)
-            crew = Crew(settings.loaders, placement, where, meeting.secret, several.host_timeout)
+            crew = Crew(settings.loaders, placement, where, meeting.secret, several.host_timeout, identity)
             around = Surroundings(
                 parcel, crew.address, crew.secret, settings.transport, interface=meeting.interface, apart=True
             )
-        own: HostAgent = HostAgent(nursery, around, lambda said: crew.report(own, said), identity)
+        own: HostAgent = HostAgent(nursery, around, lambda said: crew.report(own, said))
         crew.hosts[0] = own
         return crew
 
