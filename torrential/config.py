@@ -51,6 +51,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     memory: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """The gigabytes that a worker's parameters, gradients, optimizer state and activations may take, for
     recompute=auto."""
+    compile: bool = False
+    """Whether forward and backward are compiled by torch.compile, before the run begins; the first worker compiles, and
+    the others read what it has."""
+    channels_last: bool = False
+    """Whether batches of images are laid out with the channels of a pixel side by side, as kernels for convolutions
+    like it best."""
     trace: bool = False
     """Whether to write trace.json, in which Perfetto shows what every worker did when; of a simulation, every other
     role and NIC, too."""

@@ -1,10 +1,12 @@
-"""One process at a time writes to the directory of a run or a study."""
+"""One process at a time writes to the directory of a run or a study; one at a time does what others then need not."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from torrential.errors import BadInput
@@ -34,3 +36,23 @@ def lock_directory(directory: Path, what: str, seconds: float = 0.0) -> int:
             os.close(fd)
             raise BadInput(f"cannot lock {directory} ({error.strerror}); choose a directory of this machine") from error
         os.close(fd)  # another one is in its place by now
+
+
+@contextlib.contextmanager
+def in_turn(directory: Path, seconds: float) -> Iterator[None]:
+    """A block that one process enters at first, and all that wait for it together when it has left. After so many
+    seconds a process enters anyway."""
+    deadline = time.monotonic() + seconds
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    kind = fcntl.LOCK_EX  # of the first; those that find it there come after it, beside one another
+    try:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(fd, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                kind = fcntl.LOCK_SH
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(fd)

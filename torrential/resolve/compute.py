@@ -6,6 +6,7 @@ from torch import nn
 
 from torrential.compute import precision
 from torrential.compute.activations import kept_bytes
+from torrential.compute.compiled import check_compiler
 from torrential.compute.memory import state_bytes
 from torrential.compute.recompute import chain_of, check_recompute, rows_of
 from torrential.compute.segments import Plan, fitting_plan, halves_plan, peak_bytes, recomputed, spans_of
@@ -25,6 +26,8 @@ def check_recomputing(strategy: Strategy, settings: LocalSettings | SimSettings,
     if mode == "auto" and settings.memory is None:
         raise BadInput("recompute=auto needs to know how much memory there is: add --set memory=GIGABYTES")
     known = strategy.recomputes()
+    if mode != "none":
+        _check_trains(strategy, f"recompute={mode}")
     if mode not in known:
         remedy = "leave it out" if known == ("none",) else f"use recompute={' or '.join(known[1:])}"
         raise BadInput(f"{name} cannot recompute that way (recompute={mode}); {remedy}")
@@ -43,6 +46,7 @@ def check_precision(strategy: Strategy, settings: LocalSettings | SimSettings, m
     wanted, name = settings.precision, type(strategy).name
     if wanted == "float32":
         return
+    _check_trains(strategy, f"precision={wanted}")
     if not strategy.has_whole_model():
         raise BadInput(f"{name} computes parts of the model in float32 alone (precision={wanted}); leave it out")
     if wanted == "fp16":
@@ -52,6 +56,29 @@ def check_precision(strategy: Strategy, settings: LocalSettings | SimSettings, m
             raise BadInput("helpers do not know how the loss is scaled (precision=fp16); leave out processes")
     precision.check_model(model, wanted)
     precision.check_machine(wanted, device)
+
+
+def check_compiling(strategy: Strategy, settings: LocalSettings | SimSettings, device: str) -> None:
+    """Refuse to compile what the strategy computes by itself, or where a compiled step would be another one."""
+    name = type(strategy).name
+    if not settings.compile:
+        return
+    _check_trains(strategy, "compile=true")
+    if not strategy.has_whole_model():
+        raise BadInput(f"{name} computes parts of the model by itself (compile=true); leave it out")
+    if settings.recompute != "none":
+        raise BadInput(
+            f"a compiled step says by itself what is computed again (compile=true, recompute={settings.recompute}); "
+            "leave out one of them"
+        )
+    if isinstance(settings, SimSettings) and settings.processes:
+        raise BadInput("helpers compute steps that are not compiled (compile=true); leave out processes")
+    check_compiler(device)
+
+
+def _check_trains(strategy: Strategy, option: str) -> None:
+    if not strategy.evaluates:
+        raise BadInput(f"{type(strategy).name} trains no model ({option}); leave it out")
 
 
 def fit_segments(

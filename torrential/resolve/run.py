@@ -17,7 +17,7 @@ from torrential.optim.built import over_model
 from torrential.optim.own_schedule import bound
 from torrential.optim.schedule import examine_schedule
 from torrential.resolve.compression import check_compression
-from torrential.resolve.compute import check_precision, check_recomputing, fit_segments
+from torrential.resolve.compute import check_compiling, check_precision, check_recomputing, fit_segments
 from torrential.resolve.machine import (
     check_loaders,
     check_local,
@@ -68,6 +68,7 @@ def resolve(asked: RunRequest) -> ResolvedRun:
     if settings.precision == "fp16" and compression.changes_gradients:
         raise BadInput("what compress= leaves behind cannot be taken back when fp16 overflows; use precision=bf16")
     check_precision(strategy, settings, model, device)
+    check_compiling(strategy, settings, device)
     segments, said = fit_segments(settings, task, model)
     joined = _samples_per_update(asked, strategy, task)
     check_one_memory(strategy, settings, device)
@@ -189,7 +190,8 @@ def check_loop(asked: RunRequest, strategy: Strategy) -> None:
     given = [option for option in asked.options if option in Recipe.__struct_fields__]
     if given:
         raise BadInput(f"{given[0]} is for tasks, whose loop the run has; do it in the script, and leave it out")
-    for option, instead in (("recompute", "torch.utils.checkpoint"), ("precision", "torch.autocast")):
+    instead_of = {"recompute": "torch.utils.checkpoint", "precision": "torch.autocast", "compile": "torch.compile"}
+    for option, instead in (instead_of | {"channels_last": "to(memory_format=torch.channels_last)"}).items():
         if option in asked.options:
             raise BadInput(f"{option} is for tasks, whose forward the run calls; use {instead} in the script")
     if issubclass(kind, Ddp):

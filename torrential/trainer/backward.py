@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torrential.compute.compiled import compile_model
 from torrential.compute.precision import autocast
+from torrential.config import Settings
 from torrential.data.batches import training_batches
 from torrential.data.loaders import Loaders
-from torrential.data.nest import to_device
+from torrential.data.nest import channels_last, to_device
 from torrential.data.resize import Resize
 from torrential.randomness import CPU, DATA, TRAINING, seed_all
 from torrential.step import pair, run_step
@@ -46,12 +48,12 @@ class Gradients:
         model: nn.Module,
         device: torch.device,
         seed: int,
+        settings: Settings,
         loaders: Loaders | None = None,
-        precision: str = "float32",
         loss_scale: LossScale | None = None,
     ) -> None:
         """`loaders`: processes that read batches in the place of this one; `loss_scale`: of fp16."""
-        self._precision, self._loss_scale = precision, loss_scale
+        self._settings, self._loss_scale = settings, loss_scale
         self.task, self.model, self._device, self._seed, self._loaders = task, model, device, seed, loaders
         self._kept: dict[tuple[int, int, int], Any] | None = None  # batches by place, where they are kept
         self._batches = training_batches(task, CPU if device.type == "meta" else device, seed)
@@ -73,10 +75,30 @@ class Gradients:
     def _read(self, position: tuple[int, int], indices: Tensor) -> Any:
         if self._loaders is not None:
             epoch, first = position
-            return to_device(self._loaders.take((epoch, first, first + len(indices))), self._batches.device)
+            taken = self._loaders.take((epoch, first, first + len(indices)))
+            return self._laid_out(to_device(taken, self._batches.device))
         if self._batches.draws:
             seed_all(self._device, self._seed, DATA, *position)
-        return self._batches.fetch(indices, position[0])
+        return self._laid_out(self._batches.fetch(indices, position[0]))
+
+    def _laid_out(self, batch: Any) -> Any:
+        return channels_last(batch) if self._settings.channels_last else batch
+
+    def compile(self, sizes: Sequence[int]) -> None:
+        """Have the model's calls compiled, for batches of so many samples, of which the second stands for any other
+        number. What is computed on the way is thrown away."""
+        compile_model(self.model)
+        batches = training_batches(self.task, self._batches.device, self._seed)
+        buffers = [buffer.clone() for buffer in buffers_of(self.model).values()]
+        for size in sizes:
+            seed_all(self._device, self._seed, TRAINING, 0, 0)
+            batch = self._laid_out(batches.fetch(torch.arange(size)))
+            with autocast(self._settings.precision, self._device):
+                run_step(self.task, self.model, batch, " that was compiled").loss.backward()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        if buffers:
+            torch._foreach_copy_(list(buffers_of(self.model).values()), buffers)
 
     def add_up(self, portions: Sequence[Portion], last: Callable[[], None] | None = None) -> list[dict[str, float]]:
         """Add the portions' gradients up in the parameters' `grad`; returns the portions' losses and figures. `last` is
@@ -88,7 +110,7 @@ class Gradients:
                 inputs, targets = pair(batch)
                 batch = Resize.apply(inputs, portion.scale), targets
             seed_all(self._device, self._seed, TRAINING, *portion.position)
-            with autocast(self._precision, self._device):
+            with autocast(self._settings.precision, self._device):
                 result = run_step(self.task, self.model, batch)
             if done == 1 < len(portions):
                 buffers = [b.clone() for b in buffers_of(self.model).values()]

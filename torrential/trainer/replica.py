@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import Comm, Handle
 from torrential.compression.dgc import clipping
+from torrential.compute.compiled import compiled_sizes, compiling_in_turn
 from torrential.compute.recompute import recompute
 from torrential.config import RunConfig
 from torrential.data.deal import Batch
@@ -106,6 +108,8 @@ class ModelReplica:
         if checkpoint is not None:
             self._load_untrained(checkpoint.model)
         self._register_buffers()
+        if config.settings.compile and is_worker and not self._dry:
+            self._compile()
 
     def _keep_of(self, whole: nn.Module, cuttable: nn.Module, strategy: Strategy) -> None:
         """Note what is of use of the whole model, before only this role's part is left. `cuttable`: the form of it that
@@ -123,10 +127,20 @@ class ModelReplica:
 
     def _make_gradients(self) -> Gradients | None:
         """Forward and backward of a task; a script does that by itself."""
-        precision = self._config.settings.precision
+        config = self._config
         return Gradients(
-            self._task, self.model, self._device, self._config.seed, self._loaders, precision, self.loss_scale
+            self._task, self.model, self._device, config.seed, config.settings, self._loaders, self.loss_scale
         )
+
+    def _compile(self) -> None:
+        """Compile the model's calls, before the run begins; how long that took is on record in a run of real time."""
+        config = self._config
+        with compiling_in_turn():
+            began = time.monotonic()
+            self._of_task.compile(compiled_sizes(config))
+            took = time.monotonic() - began
+        if config.world != "sim":  # whose time is not ours
+            self._progress.note("compiled", f"in {took:.1f} s")
 
     def _make_loss_scale(self) -> LossScale | None:
         if self._config.settings.precision != "fp16" or self._dry:
@@ -360,7 +374,8 @@ class ModelReplica:
         assert self._watch is not None, "buckets are announced where parameters are synchronized"
 
         def announce(bucket: Bucket) -> None:
-            done = (parts - 1 + FORWARD + (1 - FORWARD) * self._done_by[bucket.index]) / parts
+            of_backward = 1.0 if self._config.settings.compile else self._done_by[bucket.index]  # all come at its end
+            done = (parts - 1 + FORWARD + (1 - FORWARD) * of_backward) / parts
             self._comm.reached(done, lambda: ready(bucket))
 
         self._watch.begin(announce)

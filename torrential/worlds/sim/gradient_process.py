@@ -32,9 +32,7 @@ class Computing:
         for tensor, form in zip(tensors, welcome.form, strict=True):
             tensor.data = formed(tensor, form)
         recompute(self._model, config)
-        self._gradients = Gradients(
-            task, self._model, torch.device("cpu"), config.seed, precision=config.settings.precision
-        )
+        self._gradients = Gradients(task, self._model, torch.device("cpu"), config.seed, config.settings)
         self._slots = Slots(self._model, memory)
         self._parameters = list(self._model.parameters())
         self._early: list[int] = []
