@@ -108,7 +108,7 @@ def test_a_wait_for_a_member_that_never_comes_ends_and_names_a_worker(algorithm:
     with group("unix", RANKS[:3], timeout=0.1) as g:
 
         def program(carrier: ScheduledCarrier) -> str:
-            with pytest.raises(WaitedTooLong, match=r"waited 0\.\d s for worker \d \(all-reduce") as caught:
+            with pytest.raises(WaitedTooLong, match=r"waited \d+\.\d s for worker \d \(all-reduce") as caught:
                 carrier.all_reduce(torch.ones(100), algorithm).wait()
             return caught.value.who
 
