@@ -567,7 +567,7 @@ def test_a_worker_that_nobody_can_replace_is_told_with_what_is_left(run_cli: Cli
     message = one_message(train_two(run_cli, path, tmp_path / "out", "--strategy", "ddp"), 1)
     assert message == (
         f"worker {place_of(SENTINEL)[1]} is gone (exited with status 0, as by os._exit in the task's code; look for "
-        "that in the model, the loss, the data sets and what they import), and nobody can take its place; no "
+        "that in the model, the loss, the data sets and what they import), and no other can take its place; no "
         "checkpoint was made yet\n"
     )
 
@@ -686,7 +686,7 @@ def test_resuming_runs_no_code_that_others_may_have_chosen(
     path = {"directory": run, "manifest": run / records.MANIFEST, "task": task, "task's directory": task.parent}[what]
     if how == "open to everybody":
         path.chmod(path.stat().st_mode | 0o002)
-        said = f"everybody can write to {path} (mode: "
+        said = f"every user can write to {path} (mode: "
     elif how == "open to a group":
         path.chmod(path.stat().st_mode | 0o020)
         monkeypatch.setattr(grp, "getgrgid", lambda number: SimpleNamespace(gr_name="lab", gr_mem=["somebody"]))
@@ -734,12 +734,12 @@ def test_nobody_else_may_replace_a_directory_above(kept: str, tmp_path: Path, mo
     task = write((above if kept == "task" else own) / "mine", "")
     check_own(manifest, str(task), "")
     above.chmod(0o777)
-    with pytest.raises(BadInput, match=rf"everybody can write to {above} \(mode: 777\), and the Python file"):
+    with pytest.raises(BadInput, match=rf"every user can write to {above} \(mode: 777\), and the Python file"):
         check_own(manifest, str(task), "")
     check_own(manifest, "digits", "")  # no file is run
     link = own / "link"
     link.symlink_to(above / "mine")
-    with pytest.raises(BadInput, match=f"everybody can write to {above}"):
+    with pytest.raises(BadInput, match=f"every user can write to {above}"):
         if kept == "task":
             check_own(manifest, str(link / task.name), "")
         else:

@@ -284,7 +284,10 @@ def test_test_data_is_read_once_in_each_run_that_is_reported_and_never_to_tune(t
         (("digits", "--strategies", "allreduce,sp", "--target", 0.9), "no strategy named 'sp'; did you mean 'ssp'?"),
         (("digits", "--strategies", "allreduce,ssp:stalenes=1", "--target", 0.9), "ssp:stalenes=1: no option named"),
         (("digits", "--strategies", "allreduce", "--target", 97), "an accuracy is between 0 and 1"),
-        (("digits", "--strategies", "backup", "--target", 0.9, "--workers", 1), "backup: somebody must be waited for"),
+        (
+            ("digits", "--strategies", "backup", "--target", 0.9, "--workers", 1),
+            "backup: a step needs at least one gradient",
+        ),
         (("digits", "--strategies", "ssp", "--target", 0.9, "--workers", "2,x"), "whole numbers, as in 2,4"),
         (("digits", "--strategies", "ssp", "--target", 0.9, "--set", "slow"), "--set takes name=value"),
         (("digits", "--strategies", "ssp", "--target", 0.9, "--set", "evaluate_every=x"), "evaluate_every must be"),

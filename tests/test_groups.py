@@ -480,7 +480,7 @@ def test_hooks_of_a_built_optimizer_are_refused() -> None:
         built.register_step_post_hook(lambda *_: None)
         return built
 
-    with pytest.raises(BadInput, match="SGD has hooks, which are not there where steps are taken"):
+    with pytest.raises(BadInput, match="SGD has hooks, which are lost when it is built again for a run"):
         over_model(hooked, linear())
 
 

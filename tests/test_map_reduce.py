@@ -475,7 +475,7 @@ def test_writes_that_leave_no_other_trace_are_seen(sim: Simulated, data: Any, wr
         write(rows, now)
         return 1.0
 
-    with pytest.raises(BadInput, match="the statistic changes what it was given in place"):
+    with pytest.raises(BadInput, match="the statistic changes its argument in place"):
         tt.map_reduce(data, writing, finish=lambda t, now: now, start=torch.zeros(()), rounds=3, **sim())
 
 
@@ -500,7 +500,7 @@ def test_a_write_into_later_rows_is_seen_by_their_worker(sim: Simulated, workers
             rows.data.sub_(1.0)
         return rows.sum(0)
 
-    with pytest.raises(RunFailed, match="the statistic changes what it was given in place"):
+    with pytest.raises(RunFailed, match="the statistic changes its argument in place"):
         tt.map_reduce(X.clone(), writing, **sim(workers))
 
 

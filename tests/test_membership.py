@@ -288,7 +288,7 @@ def test_a_dead_coordinator_is_started_again_and_interrupts_nobody() -> None:
 
 def test_a_role_whose_death_is_fatal_ends_the_run() -> None:
     scene = Scene(2, coordinators=1, coordinator="fail").begin()
-    with pytest.raises(RunFailed, match=r"^coordinator 0 is gone \(fell\), and nobody can take its place; go on$"):
+    with pytest.raises(RunFailed, match=r"^coordinator 0 is gone \(fell\), and no other can take its place; go on$"):
         scene.lose(COORDINATORS, "fell")
 
 
@@ -567,5 +567,7 @@ MAY_FAIL = (
 def test_random_histories() -> None:
     ends = [World(seed).run() for seed in range(2000)]
     failures = [end for end in ends if end]
-    assert all(end.startswith(MAY_FAIL) or "nobody can take its place" in end or "starting" in end for end in failures)
+    assert all(
+        end.startswith(MAY_FAIL) or "no other can take its place" in end or "starting" in end for end in failures
+    )
     assert len(ends) - len(failures) > 1000  # and the others came to their end

@@ -450,7 +450,7 @@ def test_resuming_runs_no_strategys_file_that_others_may_have_chosen(tmp_path: P
         path.chmod(mode | 0o002)
         message = refused("train", "digits-mlp", "--resume", run)
         path.chmod(mode)
-        assert f"everybody can write to {path} (mode: " in message
+        assert f"every user can write to {path} (mode: " in message
         assert f"name it yourself: torrential train --resume {run} --strategy FILE" in message
     assert not Path(f"{file}.run").exists()
 

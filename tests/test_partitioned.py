@@ -257,7 +257,7 @@ class TogetherNormed(torch.optim.Optimizer):
 
 
 def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"somebody must be waited for \(backups: 2, replicas: 2\)"):
+    with pytest.raises(BadInput, match=r"a step needs at least one gradient \(backups: 2, replicas: 2\)"):
         train(tmp_path / "run", task(), 4, "backup", stages=2, backups=2)
     own = task(loss=None, step=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]))
     with pytest.raises(BadInput, match="stages need outputs and targets apart"):

@@ -162,7 +162,7 @@ def test_a_worker_dies_and_then_a_server(start: Callable[..., Run], name: str) -
         ("ssp", {"staleness": -1}, "staleness"),
         ("downpour", {"push_every": 0}, "push_every"),
         ("downpour", {"fetch_every": 0}, "fetch_every"),
-        ("backup", {"backups": 2}, "somebody must be waited for"),
+        ("backup", {"backups": 2}, "a step needs at least one gradient"),
         ("bsp", {"servers": 10**9}, "more servers than parameters"),
         ("bsp", {"servers": 0}, "needs a server"),
         ("allreduce", {"servers": 2}, "needs no servers"),

@@ -263,9 +263,9 @@ def have_no_fellows(self: Pipeline, rank: int, workers: int) -> range:
     [
         (Shard, "answered", skip_dedupe, "as applied and as dropped|not the sum|updates; |waited|no end"),
         (Consistency, "needs", wait_for_less, "staleness|older than"),
-        (SimComm, "check", stay, "waited|no end|nobody can go on"),
+        (SimComm, "check", stay, "waited|no end|no role can go on"),
         (Generations, "stands", count_twice, "different (parameters|values)|off plain training|not all of it was done"),
-        (ring, "leave", keep_the_dead, "waited|no end|nobody can go on|AssertionError"),
+        (ring, "leave", keep_the_dead, "waited|no end|no role can go on|AssertionError"),
         (NamedStates, "put_back", stay_changed, "off the run without faults|off plain training|different"),
         (UnlockedParameters, "begin", write_on, "of where these lead"),
         (Easgd, "_step", drift, "of where its own moves lead"),

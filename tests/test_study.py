@@ -472,7 +472,7 @@ def test_runs_whose_question_cannot_be_read_are_shown(text, tmp_path):
     (tmp_path / STUDY).write_text(text)
     found = read_study(tmp_path)
     assert [len(entry.finished) for entry in found.entries] == [3, 3] and not found.asked
-    assert found.problems[0].endswith("; its runs are shown, but not what was asked")
+    assert found.problems[0].endswith("; its runs are shown, but not the study's question")
     shutil.rmtree(tmp_path / "runs")
     with pytest.raises(BadInput, match=STUDY):
         read_study(tmp_path)

@@ -174,13 +174,13 @@ def test_missed_runs_count_and_are_shown():
 def test_nobody_reached_it():
     verdict = judge(study({"a": [None] * 3, "b": [None] * 3}))
     assert verdict.sentences == [
-        "nobody reached 90 % accuracy; nearest on validation data: 80 %, by a",
+        "no entry reached 90 % accuracy; nearest on validation data: 80 %, by a",
         "neither a nor b reached 90 % accuracy (3 trials each)",
     ]
     few = judge(study({"a": [None] * 2, "b": [None] * 2}))
     assert few.sentences == [
         "not a result: 2 trials each, and at least 3 are needed",
-        "nobody reached 90 % accuracy; nearest on validation data: 80 %, by a",
+        "no entry reached 90 % accuracy; nearest on validation data: 80 %, by a",
     ]
     assert judge(study({"a": [None], "b": [1.0]})).sentences[1:] == []
 
@@ -282,7 +282,7 @@ def test_who_looks_more_often_sees_a_lucky_crossing_sooner():
         one.evaluations[:] = [squeezed(e) for e in one.evaluations]
     entries = [Entry(n, n, {}, 2, 0, "local", "", runs) for n, runs in (("a", rare), ("b", often))]
     verdict = judge(study({}, entries=entries, trials=3, asked=False))
-    assert verdict.refused[0].startswith("b was evaluated every 100 samples and a every 1,000: whoever is looked at")
+    assert verdict.refused[0].startswith("b was evaluated every 100 samples and a every 1,000: an entry that is")
     assert unevenly_evaluated(study({}, entries=[entries[0]], trials=3, asked=False)) == []
 
 
@@ -306,7 +306,7 @@ def test_a_study_is_held_to_the_interval_that_was_asked_for():
     verdict = judge(found)
     assert verdict.sentences == [
         "not a result: ssp was evaluated every 5,000 samples and allreduce every 1,000, not once per epoch (1,000 "
-        "samples) as was asked for: whoever is looked at more often reaches a target sooner by luck; ask for an "
+        "samples) as was asked for: an entry that is evaluated more often reaches a target sooner by luck; ask for an "
         "interval that all can keep, with --set evaluate_every"
     ]
     assert verdict.rules[0].startswith("to be evaluated once per epoch; ") and verdict.pairs == []
@@ -344,12 +344,11 @@ def test_what_can_be_known_before_the_first_run():
         f"fewer than 3 trials are not a result (asked for: 2); use --trials 4{auto}",
     ]
     assert outlook(question(trials=3))[1] == (
-        "3 trials each cannot show a difference, whatever comes of them: the least p they can have is 0.1; "
-        f"use --trials 4{auto}"
+        f"3 trials each cannot show a difference: the least p that they can have is 0.1; use --trials 4{auto}"
     )
     four = question(strategies=["a,b,c,d"], trials=3)
     assert outlook(four)[1] == (
-        "3 trials each cannot show a difference, whatever comes of them: the least p they can have is 0.6 after Holm's "
+        "3 trials each cannot show a difference: the least p that they can have is 0.6 after Holm's "
         f"correction for 6 comparisons; use --trials 5{auto}"
     )
     assert outlook(question(strategies=["a,b,c,d"], trials=5)) == ["4 entries, 5 trials each"]

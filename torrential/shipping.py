@@ -109,7 +109,7 @@ def unpack(pickle_fd: int, tensor_fd: int) -> Any:
     except Exception as error:
         raise TaskFailed(
             f"the task cannot be rebuilt in a worker: {type(error).__name__}: {error}; "
-            "whatever its modules need must be importable from the task's directory or installed"
+            "all modules that it needs must be importable from the task's directory or installed"
         ) from error
 
 

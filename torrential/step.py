@@ -77,7 +77,7 @@ def _checked(returned: Any) -> StepResult:
         if not (isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)):
             raise BadInput(
                 f"the figure {name!r} of the task's step must be one number, the mean over the batch (it is "
-                f"{_kind(value)}); what is for metrics is returned as 'outputs' and 'targets'"
+                f"{_kind(value)}); return values for metrics as 'outputs' and 'targets'"
             )
     return StepResult(loss, about, outputs, targets)
 

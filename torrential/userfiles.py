@@ -122,7 +122,7 @@ def _objection(path: Path, status: os.stat_result, owners: Sequence[int], above:
     if stat.S_ISLNK(status.st_mode) or (above and mode & stat.S_ISVTX):
         return None
     if mode & stat.S_IWOTH:
-        return f"everybody can write to {path} (mode: {mode:o})"
+        return f"every user can write to {path} (mode: {mode:o})"
     if mode & stat.S_IWGRP and (group := _shared_group(status.st_gid)):
         return f"the group {group} can write to {path} (mode: {mode:o})"
     return None

@@ -220,7 +220,7 @@ def prove(sock: Connected, address: str, secret: bytes, greeting: Any) -> None:
     sock.sendall(words)
     said = sock.recv(len(answer), socket.MSG_WAITALL)
     if not hmac.compare_digest(said, answer):
-        raise WireError(f"whoever listens at {address} does not know the secret of this run")
+        raise WireError(f"the listener at {address} does not know the secret of this run")
 
 
 def connect(address: str, timeout: float, wait: bool = True, tls: Tls | None = None) -> Connected:

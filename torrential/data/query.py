@@ -70,7 +70,7 @@ class Query:
         if found is None:
             raise BadInput("the statistic returned None; return a sum over the rows that it was given")
         if (versions(lent), checksum(lent) if watched else 0) != before:
-            raise BadInput("the statistic changes what it was given in place; others need that as it is: copy it first")
+            raise BadInput("the statistic changes its argument in place; other portions need it unchanged: copy it")
         flat(found := widened(found))
         if self.combine is None:
             for odd in not_addable(found):

@@ -336,7 +336,7 @@ class Membership:
             ending = in_words(how)
             self._roll.note(f"{role}_lost", member.worker, ending if role == "worker" else f"{member.name} {ending}")
             raise RunFailed(
-                f"{member.name} is gone ({ending}), and nobody can take its place; {self._rules.going_on()}"
+                f"{member.name} is gone ({ending}), and no other can take its place; {self._rules.going_on()}"
             )
         if role == "worker":
             self._worker_died(member, how)

@@ -56,7 +56,9 @@ def spec_of(built: torch.optim.Optimizer, names: Mapping[int, str]) -> Optimizer
     if has_own_zero_grad(built):
         raise BadInput(f"{kind.__name__} has a zero_grad of its own, which no run calls; do in step what it does")
     if built._optimizer_step_pre_hooks or built._optimizer_step_post_hooks:
-        raise BadInput(f"{kind.__name__} has hooks, which are not there where steps are taken; do in step what they do")
+        raise BadInput(
+            f"{kind.__name__} has hooks, which are lost when it is built again for a run; do in step what they do"
+        )
     for group in built.param_groups:
         if any(id(parameter) not in names for parameter in group["params"]):
             raise BadInput(f"{kind.__name__} has a parameter that is not the model's; give it the model's alone")

@@ -130,7 +130,7 @@ class ReplicatedParameters:
         form = self._form
         if form is not None and form.unsaved is not None and any(self.counts):
             raise RunFailed(
-                f"{self.spec.kind.__name__} keeps {form.unsaved}, which no checkpoint holds, so nobody can go on from "
+                f"{self.spec.kind.__name__} keeps {form.unsaved}, which no checkpoint holds, so it cannot go on from "
                 "where it was; keep tensors and numbers in self.state[parameter], or start another run"
             )
         by_name = {e.name: p for e, p in zip(self.layout.entries, self._parameters, strict=True)}

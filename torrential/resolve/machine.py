@@ -33,7 +33,7 @@ def choose_device(asked: str) -> str:
 def check_local(asked: RunRequest, settings: LocalSettings, servers: int, device: str) -> LocalSettings:
     """Whether this machine can run it; the settings as they are carried out."""
     if asked.cluster is not None:
-        raise BadInput("--cluster is what is simulated; add --world sim, or leave it out")
+        raise BadInput("--cluster describes a simulated cluster; add --world sim, or leave it out")
     if settings.hosts > asked.workers and not isinstance(settings, HostsSettings):
         raise BadInput(f"more hosts than workers (hosts: {settings.hosts}, workers: {asked.workers}); use fewer hosts")
     check_descriptors(asked.workers + servers)

@@ -203,7 +203,7 @@ def check_loop(asked: RunRequest, strategy: Strategy) -> None:
         )
     if any(role.name == "coordinator" for role in strategy.roles(asked.workers, 1)):
         raise BadInput(
-            f"{name} has a coordinator that says who computes what, and a script's loop has its own order; "
+            f"{name} has a coordinator that deals out the work, and a script's loop has its own order; "
             "make a task of it, or use another strategy"
         )
     if not strategy.has_whole_model():

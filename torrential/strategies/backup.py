@@ -37,7 +37,9 @@ class Backup(ParameterServerStrategy, frozen=True, kw_only=True):
         replicas = self.replicas(workers)
         if self.backups >= replicas:
             counted = f"workers: {workers}" if self.stages == 1 else f"replicas: {replicas}"
-            raise BadInput(f"somebody must be waited for (backups: {self.backups}, {counted}); use fewer backups")
+            raise BadInput(
+                f"a step needs at least one gradient (backups: {self.backups}, {counted}); use fewer backups"
+            )
         return replicas - self.backups
 
     def samples_per_update(self, workers: int, batch_size: int) -> int:

@@ -14,7 +14,7 @@ from torrential.study.results import Entry, Run, Study
 
 FINER = 0.9  # of the declared interval: workers that run beside one another do not meet it to the sample
 UNEVEN = 1.5  # times as often as another entry, or as rarely as was asked for
-LUCK = "whoever is looked at more often reaches a target sooner by luck"
+LUCK = "an entry that is evaluated more often reaches a target sooner by luck"
 
 
 def unevenly_evaluated(study: Study) -> list[str]:

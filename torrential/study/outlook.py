@@ -41,7 +41,7 @@ def _too_few(trials: int, pairs: int, option: str) -> list[str]:
     least = min(1.0, pairs * statistics.least_p(trials, trials))
     several = "" if pairs == 1 else f" after Holm's correction for {pairs} comparisons"
     return [
-        f"{trials} trials each cannot show a difference, whatever comes of them: the least p they can have is "
+        f"{trials} trials each cannot show a difference: the least p that they can have is "
         f"{least:.2g}{several}; {remedy}"
     ]
 

@@ -64,7 +64,7 @@ def _asked_or_plain(directory: Path, task: str | None, read: ReadRun) -> Study:
     except BadInput as error:
         if not (inside := _runs_in(directory / RUNS)):
             raise
-        return _plain(directory, inside, [f"{error}; its runs are shown, but not what was asked"], task, read)
+        return _plain(directory, inside, [f"{error}; its runs are shown, but not the study's question"], task, read)
     if task not in (None, question.task):
         raise UnknownName(f"task in {directory}", task, [question.task])
     return _asked(directory, question, read)

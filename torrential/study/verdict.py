@@ -270,7 +270,7 @@ def _seconds(row: Row) -> str:
 
 
 def _nobody(study: Study) -> str:
-    return f"nobody reached {_target(study)}{_nearest(study)}"
+    return f"no entry reached {_target(study)}{_nearest(study)}"
 
 
 def _undecided(study: Study) -> str:

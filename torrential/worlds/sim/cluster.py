@@ -219,7 +219,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if fault.hosts and used <= set(fault.hosts):
                 raise BadInput(
                     f"{self.name} has a {fault.kind} with all roles on one side of it (hosts = {list(fault.hosts)}; "
-                    f"hosts with roles: {len(used)}), so it is between nobody; name some of them only"
+                    f"hosts with roles: {len(used)}), so it separates no roles; name only some of these hosts"
                 )
 
     def _absent(self, what: str, numbers: list[int], most: int) -> str:

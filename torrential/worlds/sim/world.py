@@ -201,7 +201,9 @@ class _Simulation:
     def _check_dismissed(self) -> None:
         if not self._membership.dismissed:
             waiting = ", ".join(map(str, self._membership.workers))
-            raise RunFailed(f"nobody can go on: {waiting} wait, and nothing is under way (at {self._kernel.now:.1f} s)")
+            raise RunFailed(
+                f"no role can go on: {waiting} wait, and nothing is under way (at {self._kernel.now:.1f} s)"
+            )
 
     # -- what worlds.sim.group.SimMembership asks for -------------------------------------------------------------
     def start(self, who: Who) -> Ready | None:
