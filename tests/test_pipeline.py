@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import torrential as tt
 from tests.killing import Killing
+from tests.test_equivalence import fresh, plain_loop
 from torrential.errors import BadInput, RunFailed
 from torrential.records import Step
 from torrential.stages.cut import balanced_cuts, layer_costs
@@ -30,6 +31,7 @@ INPUTS = torch.randn(70, 12, dtype=torch.float64, generator=DRAW)
 LABELS = torch.randint(4, (70,), generator=DRAW)
 DATA = TensorDataset(INPUTS, LABELS)
 TOLERANCE = 1e-12  # in float64
+ORDERS = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 def layered() -> nn.Sequential:
@@ -66,13 +68,16 @@ def difference(one: nn.Module, other: nn.Module) -> float:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
-    return train(tmp_path_factory.mktemp("plain") / "run", task(), 1, "allreduce").model
+def plain() -> nn.Module:
+    """What a plain loop makes of the task."""
+    model = fresh(task())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
+    return plain_loop(task(), optimizer, model, 20, steps=8)
 
 
 # -- plain training ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("order", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_any_stages_and_microbatches_are_plain_training(
     plain: nn.Module, tmp_path: Path, order: str, stages: int
 ) -> None:
@@ -82,6 +87,17 @@ def test_any_stages_and_microbatches_are_plain_training(
         result = train(tmp_path / str(microbatches), task(), stages, **how)
         assert result.summary.samples == 140 and result.summary.steps == 8
         assert difference(result.model, plain) < TOLERANCE, how
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("order", ORDERS)
+def test_processes_are_plain_training(plain: nn.Module, tmp_path: Path, order: str, stages: int) -> None:
+    """A Latin square of orders, stages and microbatches: the same code runs all of them in simulated time above."""
+    microbatches = (1, 2, 5, 8)[(stages + ORDERS.index(order)) % 4]
+    chunks = 2 if order == "interleaved" and 1 < stages < 4 else 1
+    how = {"order": order, "microbatches": microbatches, "chunks": chunks}
+    result = train(tmp_path / "run", task(), stages, world="local", **how)
+    assert difference(result.model, plain) < TOLERANCE, how
 
 
 @pytest.mark.parametrize(

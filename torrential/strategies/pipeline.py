@@ -12,8 +12,8 @@ before a step is decided: both take the same step, or none. When a worker dies, 
 a replacement takes its parameters from the neighbour, or else the neighbour runs both stages (stages/pipelines.py).
 
 The norm by which gradients are clipped is that of the whole model: its parts travel with the votes. A parameter that
-two stages share has its gradients summed. Batch norm sees a microbatch at a time; what is random is drawn by (epoch,
-microbatch, stage).
+two stages share has its gradients summed. Batch norm sees a microbatch at a time; what is random in forward is drawn
+by (epoch, microbatch, stage).
 """
 
 from __future__ import annotations
