@@ -270,7 +270,9 @@ def test_where_exchanges_are_rare_elastic_averaging_is_stable_and_downpour_is_no
         "eamsgd 16": tt.Easgd(period=16, momentum=0.9),
     }.items():
         how = {"workers": 4, "servers": 1, "seed": seed, "cluster": cluster, "evaluate_every": 10**6}
-        errors[name] = 1 - train(strategy, tmp_path / name, of, **how).summary.value
+        value = train(strategy, tmp_path / name, of, **how).summary.value
+        assert value is not None
+        errors[name] = 1 - value
     assert max(errors["easgd 16"], errors["eamsgd 16"]) <= errors["downpour 16"] > errors["downpour 1"]
 
 

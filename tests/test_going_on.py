@@ -66,7 +66,7 @@ def checkpoint(out: Path) -> dict[str, Tensor]:
 def test_a_run_that_goes_on_ends_in_the_same_bits(name: str, world: str, kind: str, tmp_path: Path) -> None:
     """From a checkpoint amid the run: what came after it is removed, as if all processes had been killed then."""
     of, strategy = make(name, kind), CASES[name][0]
-    servers = {"servers": 2} if isinstance(strategy, tt.Easgd) else {}
+    servers: dict[str, Any] = {"servers": 2} if isinstance(strategy, tt.Easgd) else {}
     out = tmp_path / "run"
     tt.train(of, strategy, workers=3, seed=3, world=world, out=out, progress=False, **servers)
     whole, saved = checkpoint(out), sorted((out / "checkpoints").glob("step-*"))

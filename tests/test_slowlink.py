@@ -36,6 +36,15 @@ def test_a_table_of_runs(tmp_path: Path) -> None:
     assert (tmp_path / "times.png").stat().st_size > 0
 
 
+def test_a_difference_needs_trials() -> None:
+    def runs(*seconds: float) -> dict[str, list[dict[str, float]]]:
+        return {"local": [{"time_to_target": each} for each in seconds], "sim": []}
+
+    found = {"local 32": runs(1, 2, 3, 4), "ddp": runs(10, 20, 30, 40), "torchft DiLoCo 64": runs(9, 9)}
+    rows = slowlink.verdicts({("fashion", "10mbit"): found})
+    assert rows[2:] == ["| fashion | 10mbit | local 32 | ddp | 10.00 | 2.50 to 40.00 | 0.029 |"]
+
+
 def test_powersgd_trains_under_the_rules_of_all(tmp_path: Path) -> None:
     made = train(PowerSgd(start=2), tmp_path / "run", task(), world="local", epochs=1)
     assert made.summary.samples == SAMPLES
