@@ -20,7 +20,6 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from random import Random
@@ -55,13 +54,12 @@ HOST_TIMEOUT = 3.0
 MOST_WORKERS = 16
 LIVES = 64  # of a worker, in one run
 DEPTH = 4  # additions under way at a time
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 180.0
 LAST_CLOCKS = 50  # that a worker still completes where others wait for it
 KINDS = ("add keys", "add", "push keys", "push and pull")
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     directory: str
     workers: int
     servers: int
@@ -271,7 +269,7 @@ def job(plan: Plan) -> Job:
         world="hosts",
         source=f"{file}:task",
         strategy=f"{file}:Audit",
-        options={"plan": dataclasses.asdict(plan)},
+        options={"plan": msgspec.structs.asdict(plan)},
         samples=MOST_WORKERS,
         lr=1.0,
         optimizer=made.task.optimizer_spec.describe(),

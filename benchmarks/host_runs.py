@@ -31,6 +31,8 @@ class HostsRun:
         """`count`: hosts without spare ones; `resume`: go on with the run in `out`; `changed`: words for one host
         alone, as host1=[...]."""
         self.hosts, self.out = hosts, out
+        self._logs = hosts[0].shared / f"logs-{time.monotonic_ns()}"
+        self._logs.mkdir()
         where = f"{hosts[0].address}:{PORT}"
         self._words = [*words, "--rendezvous", where, "--hosts", count or len(hosts)]
         self._words += ["--resume" if resume else "--out", out]
@@ -50,7 +52,7 @@ class HostsRun:
         self.commands[host] = self._begin(host)
 
     def _log(self, host: int) -> Path:
-        return self.out.with_name(f"{self.out.name}-host{host}.log")
+        return self._logs / f"host{host}.log"
 
     def said(self, host: int) -> str:
         return self._log(host).read_text()

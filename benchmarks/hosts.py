@@ -53,6 +53,7 @@ def _keep(words: list[str]) -> tuple[subprocess.Popen[str], int]:
 
 class Host:
     def __init__(self, number: int, switch: int, shared: Path) -> None:
+        self.shared = shared
         self.number, self.switch = number, switch  # the pid of a process in the network of the switch
         self.address, self.name = f"{NETWORK}.{number + 1}", f"host{number}"
         self._port = f"port{number}"

@@ -33,9 +33,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from benchmarks import audit
 from benchmarks.audit import LAST_CLOCKS, PATIENCE_SECONDS, Entry, Plan, Word, numbers, objections
@@ -45,6 +46,7 @@ from benchmarks.hosts import Host, cluster
 from torrential.worlds.hosts.rendezvous import SECRET_VARIABLE
 
 LOOK_SECONDS = 0.002
+START_SECONDS = 240.0  # torch loads on all hosts
 WARM_UP = 20  # additions of each worker before the first kill
 PAUSE_SECONDS = 1.0  # at most, between a recovery and the next kill
 VICTIMS = {"server": 0.5, "worker": 0.3, "both": 0.2}
@@ -65,14 +67,15 @@ class Siege:
         self._files = shared_files()
         self._lives = [1] * plan.workers  # of each worker, the one that is due included
         self._servers_killed = 0
-        log, command = Path(plan.directory, "log"), ("benchmarks.audit", json.dumps(asdict(plan)))
+        log, command = Path(plan.directory, "log"), ("benchmarks.audit", json.dumps(msgspec.structs.asdict(plan)))
         self._family = HostsFamily(hosts, plan.rendezvous, log, *command) if hosts else Family(log, *command)
         self.kills: list[dict[str, Any]] = []
         self.usual: list[float] = []  # what is told of kills, when nobody was killed
 
     def run(self, kills: int) -> None:
         try:
-            self._until("the workers to begin", lambda: len(self._working(WARM_UP)) == self._plan.workers)
+            begun = lambda: len(self._working(WARM_UP)) == self._plan.workers  # noqa: E731
+            self._until("the workers to begin", begun, START_SECONDS)
             self.usual = [self._measure([], range(self._plan.workers)) for _ in range(kills)]
             while len(self.kills) < kills:
                 self._kill()
@@ -98,13 +101,13 @@ class Siege:
         return [after["time"] - before["time"] for before, after in pairs]
 
     # -- looking ------------------------------------------------------------------------------------------------------
-    def _until(self, what: str, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
+    def _until(self, what: str, condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
         while not condition():
             if self._family.process.poll() is not None:
                 raise Hung(f"the run ended while {what} was waited for; see {self._family.log}")
             if time.monotonic() > deadline:
-                raise Hung(f"waited {PATIENCE_SECONDS:.0f} s for {what}; see {self._plan.directory}")
+                raise Hung(f"waited {seconds:.0f} s for {what}; see {self._plan.directory}")
             time.sleep(LOOK_SECONDS)
 
     def _events(self, name: str) -> list[dict[str, Any]]:

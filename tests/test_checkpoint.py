@@ -113,6 +113,9 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert newest(tmp_path).step == 100_000_000
     save(tmp_path, make(100_000_001), keep=1)
     assert names(tmp_path) == ["step-100000001"]
+    save(tmp_path, make(100_000_002), keep=1, needed=100_000_001)
+    save(tmp_path, make(100_000_003), keep=1, needed=100_000_001)
+    assert names(tmp_path) == ["step-100000001", "step-100000003"]
 
 
 def test_a_course_given_up_is_deleted(tmp_path: Path) -> None:
