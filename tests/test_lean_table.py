@@ -83,7 +83,7 @@ def test_simulated_runs_are_the_plain_ones_within_the_tolerance(simulated: Any, 
     workers = 1 if strategy in ALONE else 2
     far = farthest(simulated(strategy, workers, option), simulated(strategy, workers))
     assert far <= EQUAL[strategy, option]
-    assert (far > 0) == (option == "precision=bf16") or option == "compile=true"
+    assert far > 0 or option != "precision=bf16"
 
 
 @pytest.mark.parametrize("strategy", sorted({name for name, _ in EQUAL}))

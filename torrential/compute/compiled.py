@@ -88,4 +88,3 @@ def check_compiler(device: str) -> None:
         )
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         raise BadInput("compile=true on a GPU needs triton, which is not installed; install it, or leave compile out")
-

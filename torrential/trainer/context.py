@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 
 import torch
+from torch import Tensor
 
 from torrential.checkpoint import Checkpoint
 from torrential.comm.protocol import COORDINATORS, Comm
@@ -21,8 +22,10 @@ from torrential.strategies.base import Strategy, servers_of
 from torrential.strategies.context import Context, Decision, Vote
 from torrential.task import Task
 from torrential.trainer.ahead import LookAhead
+from torrential.trainer.compressing import STATE
 from torrential.trainer.data import TrainingData
 from torrential.trainer.handed import WholeModel
+from torrential.trainer.own_parts import OwnParts
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.replica import ModelReplica
 from torrential.trainer.rounds import BetweenSteps, Rounds
@@ -67,7 +70,7 @@ class RoleContext:
         self._first = checkpoint if self.servers is not None or alone or not life else None
         self._fellows = range(0) if alone else strategy.fellows(comm.rank, config.workers)
         saved = None if self._first is None else self._first.workers
-        self.state = NamedStates(saved, str(comm.address), self._fellows, self._begun)
+        self.state = NamedStates(saved, str(comm.address), self._fellows, self._begun, life > 0)
         self.data = self._make_data(schedule)
         self.progress = self._make_progress(schedule, late=life > 0)
         self.snapshots = Snapshots(comm, outlet, self.data, lambda: self.replica, self.state, self.progress, self._dry)
@@ -145,7 +148,9 @@ class RoleContext:
         if not self._dry:
             spec = replica.server_spec()
             states = [*state_names(replica.whole_layout, spec), *self.servers.vectors]
-            saving = Saving(self.comm, client, self.outlet, replica, states, lambda: self.state.tensors("everybody"))
+            named = partial(self.state.tensors, "everybody")
+            parts = self._own_parts is not None
+            saving = Saving(self.comm, client, self.outlet, replica, states, named, self.config.workers, parts)
             if self.comm.address >= COORDINATORS:
                 self.snapshots.saving = saving
             elif not self._coordinated:
@@ -154,6 +159,7 @@ class RoleContext:
 
     def _client(self, fellows: Fellows | None) -> Client:
         ((dtype, numel),) = self.replica.whole_layout.sizes.items()
+        compressor = self.replica.compressed_pushes()
         return Client(
             self.comm,
             numel,
@@ -162,8 +168,21 @@ class RoleContext:
             resend=self.comm.resend,
             overdue=self.comm.suspect,
             fellows=fellows,
-            compressor=self.replica.compressed_pushes(),
+            compressor=compressor,
+            parts=self._own_parts,
         )
+
+    @cached_property
+    def _own_parts(self) -> OwnParts | None:
+        """What this worker adds to checkpoints of the servers: what compression has left behind."""
+        assert self.servers is not None
+        compressed = self.config.compression.compress != "none"
+        if not compressed or self._dry or self.comm.address >= COORDINATORS:
+            return None
+        return OwnParts(self.outlet, self._left_behind, self.servers.consistency.aggregates)
+
+    def _left_behind(self) -> Mapping[str, Tensor]:
+        return {name: tensor for name, tensor in self.state.tensors("own").items() if name.startswith(f"{STATE}/")}
 
     def as_replica(self, program: Callable[[Context], None]) -> None:
         replica = self.replica
@@ -207,6 +226,8 @@ class RoleContext:
             saving.give_up()  # the last one follows
         if "params" in vars(self):
             self.params.wait()
+            if self._own_parts is not None:
+                self._own_parts.last()
         if self.data.replica is not None:
             self.data.replica.partition.close()
         self.progress.end_served()

@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import Tensor
 
 from torrential.comm.protocol import Comm
 from torrential.params.base import dtype_name
-from torrential.server.client import Client, PendingRequest
+from torrential.server.client import LAST, Client, PendingRequest
 from torrential.server.copies import Saved, join_copies
 from torrential.trainer.snapshot import Outlet, Snapshot
 
@@ -39,9 +40,13 @@ class Saving:
         replica: ModelReplica,
         states: Sequence[str],
         named: Callable[[], Mapping[str, Tensor]],
+        workers: int,
+        with_parts: bool,
     ) -> None:
         """`states`: the names of the vectors that servers keep beside the parameters; `named`: the named states that
-        are everybody's, as this worker has them."""
+        are everybody's, as this worker has them; `workers` of the run; `with_parts`: whether each gives a part of its
+        own (trainer/own_parts.py)."""
+        self._workers, self._with_parts = workers, with_parts
         self._named_states = named
         self._comm, self._client, self._outlet, self._replica, self._states = comm, client, outlet, replica, states
         self._layout = replica.whole_layout
@@ -57,6 +62,7 @@ class Saving:
         self._untrained = {name: t.clone() for name, t in (replica.frozen() | replica.buffers()).items()}
         self._everybodys = {f"state/{name}": tensor.clone() for name, tensor in self._named_states().items()}
         self._asked = self._complained = self._comm.now()
+        self._givers = list(self._comm.view.workers)
         replica.want_buffers()
         self._pending = self._client.save(self._vectors, at_once=at_once)
 
@@ -97,7 +103,16 @@ class Saving:
         self._pending = None
         if whole is None:
             return False
-        self._give(self._snapshot(whole, final), self._numbers(whole))
+        snapshot = self._snapshot(whole, final)
+        if self._with_parts:
+            number, givers = pending.options["number"], self._givers
+            snapshot = msgspec.structs.replace(
+                snapshot,
+                parts=True,
+                number=LAST if final else number,
+                givers=list(range(self._workers)) if final else givers,
+            )
+        self._give(snapshot, self._numbers(whole))
         return True
 
     def _give(self, snapshot: Snapshot, numbers: Mapping[str, Tensor]) -> None:
@@ -105,7 +120,7 @@ class Saving:
         flat = dict(zip(names, self._vectors, strict=True))
         own = {f"buffers/{name}": self._untrained[name] for name in self._replica.buffers()}
         if own:
-            self._outlet.own_states(snapshot.step, own)
+            self._outlet.own_states(snapshot.parts_under, own)
         rest = {f"rest/{name}": tensor for name, tensor in (self._replica.received | self._untrained).items()}
         self._outlet.snapshot(snapshot, flat, dict(numbers) | rest | self._everybodys)
         self._vectors, self._untrained, self._everybodys = [], {}, {}
