@@ -1,5 +1,5 @@
-"""Every strategy with bf16, compiled or recomputing: the run without it within a tolerance, or refused. What is promised
-stands in docs/lean.md, and is read from there."""
+"""Every strategy with bf16, compiled or recomputing: the run without it within a tolerance, or refused. What is
+promised stands in docs/lean.md, and is read from there."""
 
 from __future__ import annotations
 

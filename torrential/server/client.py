@@ -124,8 +124,8 @@ class Client:
         """`timeout`: seconds after which a wait fails, naming the server; or, with `overdue`, after which that is told
         the server's address and how long the wait has been, again and again, until it is over. `resend`: seconds of
         silence after which requests are sent again; None where the world loses letters only with whoever dies.
-        `fellows`: the worker's replica, where that is of several workers; `compressor`: of what is pushed; `parts`: what
-        else the worker gives to checkpoints."""
+        `fellows`: the worker's replica, where that is of several workers; `compressor`: of what is pushed; `parts`:
+        what else the worker gives to checkpoints."""
         self.comm, self.numel, self.dtype, self._fellows = comm, numel, dtype, fellows
         self.timeout, self._resend, self._overdue = timeout, resend, overdue
         self._compressor, self._parts = compressor, parts
