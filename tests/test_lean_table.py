@@ -13,6 +13,7 @@ from pages import ROOT
 from torch import Tensor, nn
 
 import torrential as tt
+from tests.test_loop_runs import PREPARED, STEP, launch
 from tests.test_precision import SIM, task, works
 from torrential.errors import BadInput
 from torrential.strategies import STRATEGIES
@@ -103,3 +104,9 @@ def test_what_is_refused_is_refused_with_the_reason(strategy: str, option: str, 
     with pytest.raises(BadInput, match=re.escape(REFUSED[strategy, option])):
         tt.train(task(smooth), strategy, **how)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_scripts_do_it_by_themselves(option: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=re.escape(PROMISED[LOOPS, option])):
+        launch(tmp_path, PREPARED + "for x, _ in loader:\n" + STEP, **OPTIONS[option])
