@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import torrential as tt
 from tests.test_averaging import SAMPLES, task, train
@@ -96,6 +97,27 @@ def test_deaths_of_workers_and_servers_are_survived(strategy: str, tmp_path: Pat
     assert events.count("worker_lost") == 1 and events.count("server_lost") == 1
     assert runs[0].summary.samples >= 6 * SAMPLES
     assert_equal_models(runs[0].model, runs[1].model, 0.0)
+
+
+@pytest.mark.parametrize(("compress", "world"), [("topk", "sim"), ("dgc", "sim"), ("dgc", "local")])
+def test_a_resumed_run_is_the_same_bit_for_bit(compress: str, world: str, tmp_path: Path) -> None:
+    """What stays behind is every worker's own part of checkpoints, also of those that are made amid the run."""
+    options: dict[str, Any] = {"compress": compress, "ratio": 0.05, "world": world, "sparsity_warmup": 1.5}
+    of = task(sgd(momentum=0.9), model=model)
+    through = made(tmp_path / "through", "bsp", of.optimizer, epochs=3, keep_best=9, **options)
+    made(tmp_path / "parts", "bsp", of.optimizer, epochs=2, **options)
+    resumed = tt.train(of, resume=tmp_path / "parts", epochs=3, progress=False)
+    assert resumed.summary.steps == through.summary.steps
+    assert_equal_models(resumed.model, through.model, 0.0)
+    kinds = {"residual", "pushes"} | ({"momentum"} if compress == "dgc" else set())
+    amid, last = (saved_of(tmp_path / name, through.summary.steps * 2 // 3) for name in ("through", "parts"))
+    assert {tuple(name.split("/")[:3]) for name in last} == {(w, "compression", k) for w in "01" for k in kinds}
+    assert amid.keys() == last.keys() and all(torch.equal(tensor, last[name]) for name, tensor in amid.items())
+
+
+def saved_of(out: Path, step: int) -> dict[str, torch.Tensor]:
+    """What the checkpoint of a step has of the workers' own."""
+    return load_file(out / "checkpoints" / f"step-{step:08d}" / "workers.safetensors")
 
 
 def test_what_is_left_alone_by_a_gradient_of_zero() -> None:

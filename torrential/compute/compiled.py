@@ -78,8 +78,8 @@ def check_compiler(device: str) -> None:
     name = os.environ.get("CXX", "g++")
     if shutil.which(name) is None:
         raise BadInput(
-            f"compile=true needs a C++ compiler, and {name} is not there; install it, name another one in CXX, or leave "
-            "compile out"
+            f"compile=true needs a C++ compiler, and {name} is not there; install it, name another one in CXX, or "
+            "leave compile out"
         )
     if not Path(header := os.path.join(sysconfig.get_path("include"), "Python.h")).exists():
         raise BadInput(
@@ -88,4 +88,3 @@ def check_compiler(device: str) -> None:
         )
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         raise BadInput("compile=true on a GPU needs triton, which is not installed; install it, or leave compile out")
-

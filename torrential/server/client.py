@@ -95,6 +95,13 @@ class PushCompressor(Protocol):
         rest stays behind. None: all of it is sent."""
 
 
+class Marked(Protocol):
+    """A worker's part in checkpoints, besides what it has pushed."""
+
+    def marked(self, number: int, cut: int) -> None:
+        """What was sent so far belongs to a checkpoint, or what is sent before clock `cut`, and nothing after."""
+
+
 class Client:
     """The client of the parameter servers that a worker has as `ctx.params`."""
 
@@ -109,21 +116,22 @@ class Client:
         overdue: Callable[[int, float], None] | None = None,
         fellows: Fellows | None = None,
         compressor: PushCompressor | None = None,
+        parts: Marked | None = None,
     ) -> None:
         """`timeout`: seconds after which a wait fails, naming the server; or, with `overdue`, after which that is told
         the server's address and how long the wait has been, again and again, until it is over. `resend`: seconds of
         silence after which requests are sent again; None where the world loses letters only with whoever dies.
-        `fellows`: the worker's replica, where that is of several workers; `compressor`: of what is pushed."""
+        `fellows`: the worker's replica, where that is of several workers; `compressor`: of what is pushed; `parts`:
+        what else the worker gives to checkpoints."""
         self.comm, self.numel, self.dtype, self._fellows = comm, numel, dtype, fellows
         self.timeout, self._resend, self._overdue = timeout, resend, overdue
-        self._compressor = compressor
+        self._compressor, self._parts = compressor, parts
         self._cutter = Cutter(comm.view, numel, () if fellows is None else fellows.owned)
         self._seq = comm.view.version << LIFE_BITS  # its next life will have seen a newer view
         self._unanswered: dict[int, PendingRequest] = {}  # by number, in ascending order
         self._versions: dict[int, int] = {}  # versions of the parameters last read, by the start of the range
         self._others: deque[Letter] = deque()  # letters that are not for the client
         self._marked = self._saved = 0  # the newest checkpoint that this worker has marked, and asked for
-        self._cut = -1  # the clock that the checkpoint which was marked last is of, where pushes are summed
         self._waited: PendingRequest | None = None  # what the caller waits for, and so cannot be computing on
         self._land()
 
@@ -223,14 +231,10 @@ class Client:
     def mark(self, number: int, cut: int) -> None:
         """Say that all that was sent before belongs to checkpoint `number`, and nothing after."""
         if number > self._marked:
-            self._marked, self._cut = number, cut
+            self._marked = number
+            if self._parts is not None:
+                self._parts.marked(number, cut)
             self._send(Mark, {"number": number, "cut": cut}, self._cutter.everywhere(), JOINING)
-
-    @property
-    def marked(self) -> tuple[int, int]:
-        """The newest checkpoint that this worker has marked, and the clock before which all belongs to it, where pushes
-        are summed."""
-        return self._marked, self._cut
 
     def complain(self, pending: PendingRequest, waited: float) -> None:
         """Ask the servers whom a request waits for; for callers that poll instead of waiting."""

@@ -138,15 +138,17 @@ class CompressedPushes:
         layout: Layout,
         momentum: Callable[[str], tuple[float, bool]],
         moment: Moment,
+        state: NamedStates,
     ) -> None:
         ((dtype, _),) = layout.sizes.items()
         self.wire, self._entries = wire_dtype(compression.wire, dtype), layout.entries
-        self._ratio, self._pushes = moment.ratio(compression), 0
+        self._ratio, self._pushes = moment.ratio(compression), torch.zeros((), dtype=torch.int64)
         self._sparse = compression.compress != "none"
         if self._sparse:
             kept = torch.promote_types(dtype, torch.float32)
             self._matrices = [entry for entry in layout.entries if len(entry.shape) > 1]
             self._compressor = _compressor(compression, self._matrices, kept, torch.device("cpu"), momentum)
+            keep(state, self._matrices, self._compressor.save, {"pushes": self._pushes})
 
     def select(self, gradient: Tensor, used: Sequence[int] | None) -> Selected | None:
         if not self._sparse or gradient.is_meta:
@@ -155,7 +157,7 @@ class CompressedPushes:
         parts = [_part(gradient, entry, used) for entry in self._matrices]
         sizes, ratio = self._compressor.sizes, self._ratio()
         counts = [wanted(size, ratio) for size in sizes]
-        chosen = self._compressor.select(parts, counts, 1.0, self._pushes)
+        chosen = self._compressor.select(parts, counts, 1.0, int(self._pushes))
         sent = Selected(chosen.places, rounded(chosen.values, self.wire))
         self._compressor.sent(sent)
         self._compressor.commit()
@@ -183,9 +185,15 @@ def _part(gradient: Tensor, entry: ParameterEntry, used: Sequence[int] | None) -
     return gradient[entry.start : entry.stop] if used is None or entry.index in used else None
 
 
-def keep(state: NamedStates, entries: Sequence[ParameterEntry], vectors: Callable[[], Mapping[str, Tensor]]) -> None:
+def keep(
+    state: NamedStates,
+    entries: Sequence[ParameterEntry],
+    vectors: Callable[[], Mapping[str, Tensor]],
+    beside: Mapping[str, Tensor] | None = None,
+) -> None:
     """Have what stays behind saved for each worker, by "<vector>/<parameter>"; a vector has all entries, one after the
-    other. A worker that takes another's place begins with nothing: what that one had not sent is gone."""
+    other. `beside`: tensors that are saved with it. A worker that takes another's place begins with nothing: what that
+    one had not sent is gone."""
 
     def save() -> dict[str, Tensor]:
         sizes = [entry.shape.numel() for entry in entries]
@@ -193,7 +201,7 @@ def keep(state: NamedStates, entries: Sequence[ParameterEntry], vectors: Callabl
             f"{kind}/{entry.name}": part.view(entry.shape)
             for kind, vector in vectors().items()
             for entry, part in zip(entries, vector.split(sizes), strict=True)
-        }
+        } | dict(beside or {})
 
     def load(saved: Mapping[str, Tensor]) -> None:
         for name, tensor in save().items():

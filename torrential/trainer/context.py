@@ -23,6 +23,7 @@ from torrential.task import Task
 from torrential.trainer.ahead import LookAhead
 from torrential.trainer.data import TrainingData
 from torrential.trainer.handed import WholeModel
+from torrential.trainer.own_parts import OwnParts
 from torrential.trainer.progress import TrainingProgress
 from torrential.trainer.replica import ModelReplica
 from torrential.trainer.rounds import BetweenSteps, Rounds
@@ -67,8 +68,8 @@ class RoleContext:
         self._first = checkpoint if self.servers is not None or alone or not life else None
         self._fellows = range(0) if alone else strategy.fellows(comm.rank, config.workers)
         saved = None if self._first is None else self._first.workers
-        again = life > 0 and not alone
-        self.state = NamedStates(saved, str(comm.address), self._fellows, self._begun, again=again)
+        replaces = life > 0 and not alone
+        self.state = NamedStates(saved, str(comm.address), self._fellows, self._begun, replaces)
         self.data = self._make_data(schedule)
         self.progress = self._make_progress(schedule, late=life > 0)
         self.snapshots = Snapshots(comm, outlet, self.data, lambda: self.replica, self.state, self.progress, self._dry)
@@ -146,16 +147,19 @@ class RoleContext:
         if not self._dry:
             spec = replica.server_spec()
             states = [*state_names(replica.whole_layout, spec), *self.servers.vectors]
-            in_step = self.servers.consistency.aggregates and not self._coordinated
-            saving = Saving(self.comm, client, self.outlet, replica, states, self.state, in_step)
+            parts = self._own_parts
+            saving = Saving(self.comm, client, self.outlet, replica, states, self.state, parts, self.config.workers)
             if self.comm.address >= COORDINATORS:
                 self.snapshots.saving = saving
             elif not self._coordinated:
-                self.progress.saving, self.data.begins = saving, self.progress.begin_clock
+                self.progress.saving = saving
+                if parts is not None:
+                    self.data.begins = parts.begins
         return client
 
     def _client(self, fellows: Fellows | None) -> Client:
         ((dtype, numel),) = self.replica.whole_layout.sizes.items()
+        compressor = self.replica.compressed_pushes()
         return Client(
             self.comm,
             numel,
@@ -164,8 +168,17 @@ class RoleContext:
             resend=self.comm.resend,
             overdue=self.comm.suspect,
             fellows=fellows,
-            compressor=self.replica.compressed_pushes(),
+            compressor=compressor,
+            parts=self._own_parts,
         )
+
+    @cached_property
+    def _own_parts(self) -> OwnParts | None:
+        """What this worker adds of its own to checkpoints of the servers."""
+        assert self.servers is not None
+        if self._dry or self._coordinated:
+            return None
+        return OwnParts(self.outlet, self.state, self.servers.consistency.aggregates)
 
     def as_replica(self, program: Callable[[Context], None]) -> None:
         replica = self.replica
@@ -209,9 +222,9 @@ class RoleContext:
             saving.give_up()  # the last one follows
         if "params" in vars(self):
             self.params.wait()
+            if self._own_parts is not None:
+                self._own_parts.last()
         if self.data.replica is not None:
             self.data.replica.partition.close()
         self.progress.end_served()
-        if saving is not None:
-            saving.give_own(self.progress.step)
         self.comm.leave(None if saving is None else saving.last)

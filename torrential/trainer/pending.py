@@ -19,14 +19,15 @@ class PendingSnapshots(Generic[T]):
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Snapshot, T]] = []
-        self._parts: dict[int, Parts] = {}  # by step
-        self._furthest: dict[int, int] = {}  # rank -> the last step that it sent a part of
+        self._parts: dict[int, Parts] = {}  # by Snapshot.parts_under
+        self._furthest: dict[int, int] = {}  # rank -> the last one that it sent a part of
         self._gone: set[int] = set()
         self._newest = -1  # step that was given out
 
-    def part(self, rank: int, step: int, buffers: Mapping[str, Tensor]) -> None:
-        self._parts.setdefault(step, {})[rank] = buffers
-        self._furthest[rank] = max(step, self._furthest.get(rank, -1))
+    def part(self, rank: int, under: int, states: Mapping[str, Tensor]) -> None:
+        parts = self._parts.setdefault(under, {})
+        parts[rank] = {**parts.get(rank, {}), **states}
+        self._furthest[rank] = max(under, self._furthest.get(rank, -1))
 
     def add(self, snapshot: Snapshot, what: T) -> None:
         self._waiting.append((snapshot, what))
@@ -45,9 +46,9 @@ class PendingSnapshots(Generic[T]):
         snapshot, what = self._waiting.pop(0)
         news = snapshot.step > self._newest
         self._newest = max(self._newest, snapshot.step)
-        for step in [s for s in self._parts if s < snapshot.step]:  # its own may be wanted by a second one
-            del self._parts[step]
-        return snapshot, what, self._parts.get(snapshot.step, {}), news
+        for under in [each for each in self._parts if each < snapshot.parts_under]:  # a second may want its own
+            del self._parts[under]
+        return snapshot, what, self._parts.get(snapshot.parts_under, {}), news
 
     def not_used(self, snapshot: Snapshot) -> None:
         """There was no whole model in it; one of the same step that members give again may have it."""
@@ -57,4 +58,5 @@ class PendingSnapshots(Generic[T]):
         """Whether every member's part is there, or will never come: it is gone, or was, and another took its place."""
         if not snapshot.parts or snapshot.step <= self._newest:
             return True
-        return all(r in self._gone or self._furthest.get(r, -1) >= snapshot.step for r in snapshot.members)
+        givers, under = snapshot.givers or snapshot.members, snapshot.parts_under
+        return all(r in self._gone or self._furthest.get(r, -1) >= under for r in givers)

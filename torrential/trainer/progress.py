@@ -170,10 +170,6 @@ class TrainingProgress:
         )
 
     # -- batches that servers deal ------------------------------------------------------------------------------
-    def begin_clock(self, clock: int) -> None:
-        if self.saving is not None and self.begun:  # before, it does not know how many updates there have been
-            self.saving.reached(clock, self.step)
-
     def advance(self, batch: Batch, loss: float, answer: Answer | None = None) -> None:
         self.begun = True
         if answer is not None:

@@ -216,7 +216,7 @@ class ModelReplica:
         compression = self._config.compression
         if not compression.changes_gradients:
             return None
-        return CompressedPushes(compression, self.whole_layout, self._momentum, self._moment())
+        return CompressedPushes(compression, self.whole_layout, self._momentum, self._moment(), self._state)
 
     def _momentum(self, name: str) -> tuple[float, bool]:
         return momentum_of(self._uncorrected, name)

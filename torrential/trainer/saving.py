@@ -18,17 +18,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import Tensor
 
 from torrential.comm.protocol import Comm
 from torrential.params.base import dtype_name
-from torrential.server.client import Client, PendingRequest
+from torrential.server.client import LAST, Client, PendingRequest
 from torrential.server.copies import Saved, join_copies
 from torrential.trainer.snapshot import Outlet, Snapshot
 from torrential.trainer.state import NamedStates
 
 if TYPE_CHECKING:
+    from torrential.trainer.own_parts import OwnParts
     from torrential.trainer.replica import ModelReplica
 
 
@@ -41,12 +43,12 @@ class Saving:
         replica: ModelReplica,
         states: Sequence[str],
         named: NamedStates,
-        in_step: bool,
+        parts: OwnParts | None,
+        workers: int,
     ) -> None:
-        """`states`: the names of the vectors that servers keep beside the parameters; `in_step`: whether a checkpoint
-        is of one clock, to which all workers come: then each gives the named states that are its own."""
-        self._named, self._in_step = named, in_step
-        self._given = 0  # the number of the newest checkpoint that this worker's own states have been given for
+        """`states`: the names of the vectors that servers keep beside the parameters; `named`: the named states of this
+        worker; `parts`: what each of the run's `workers` adds of its own."""
+        self._named, self._parts, self._workers = named, parts, workers
         self._comm, self._client, self._outlet, self._replica, self._states = comm, client, outlet, replica, states
         self._layout = replica.whole_layout
         self._pending: PendingRequest | None = None
@@ -60,23 +62,10 @@ class Saving:
         replica = self._replica
         self._untrained = {name: t.clone() for name, t in (replica.frozen() | replica.buffers()).items()}
         self._everybodys = {f"state/{name}": t.clone() for name, t in self._named.tensors("everybody").items()}
-        self._workers = list(self._comm.view.workers)
         self._asked = self._complained = self._comm.now()
+        self._givers = list(self._comm.view.workers)
         replica.want_buffers()
         self._pending = self._client.save(self._vectors, at_once=at_once)
-
-    def reached(self, clock: int, step: int) -> None:
-        """This worker begins a clock, after so many updates. Nobody has pushed for it, so what is this worker's own is
-        as a checkpoint of that clock has to have it. A worker that joins too late for one gives its states, too, so
-        that they are not waited for; they are of a later step."""
-        number, cut = self._client.marked
-        if self._in_step and number > self._given and clock >= cut:
-            self._given = number
-            self.give_own(step)
-
-    def give_own(self, step: int) -> None:
-        if self._in_step and self._named.some_are_own:
-            self._outlet.own_states(step, self._named.tensors("own"))
 
     def poll(self) -> None:
         """Hand the copies over if they are here; ask again if one is lost; complain if they do not come."""
@@ -115,15 +104,24 @@ class Saving:
         self._pending = None
         if whole is None:
             return False
-        self._give(self._snapshot(whole, final), self._numbers(whole))
+        snapshot = self._snapshot(whole, final)
+        if self._parts:
+            number, givers = pending.options["number"], self._givers
+            snapshot = msgspec.structs.replace(
+                snapshot,
+                parts=True,
+                number=LAST if final else number,
+                givers=list(range(self._workers)) if final else givers,
+            )
+        self._give(snapshot, self._numbers(whole))
         return True
 
     def _give(self, snapshot: Snapshot, numbers: Mapping[str, Tensor]) -> None:
         names = [dtype_name(self._client.dtype), *(f"{dtype_name(self._client.dtype)}/{s}" for s in self._states)]
         flat = dict(zip(names, self._vectors, strict=True))
         own = {f"buffers/{name}": self._untrained[name] for name in self._replica.buffers()}
-        if own and not self._in_step:
-            self._outlet.own_states(snapshot.step, own)
+        if own and not (self._parts is not None and self._parts.in_step):
+            self._outlet.own_states(snapshot.parts_under, own)
         rest = {f"rest/{name}": tensor for name, tensor in (self._replica.received | self._untrained).items()}
         self._outlet.snapshot(snapshot, flat, dict(numbers) | rest | self._everybodys)
         self._vectors, self._untrained, self._everybodys = [], {}, {}
@@ -139,10 +137,10 @@ class Saving:
             cursor=dealer.cursor,
             samples=sum(dealer.used.values()),
             time=self._asked,
-            members=self._workers if self._in_step and not final else [self._comm.rank],
+            members=[self._comm.rank],
             counts={e.name: int(step) for e, step in zip(self._layout.entries, steps, strict=True)},
             final=final,
-            parts=self._named.some_are_own if self._in_step else bool(self._replica.buffers()),
+            parts=bool(self._replica.buffers()),
             dealer=dealer,
         )
 

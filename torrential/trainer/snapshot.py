@@ -27,7 +27,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, int]  # by parameter: updates so far
     final: bool
     parts: bool = False  # whether members have states of their own that belong to it
+    number: int | None = None  # what the parts are given under, where servers make the checkpoint; else the step
+    givers: list[int] = []  # the workers that give a part, where it is not the members
     dealer: Dealer | None = None  # of samples, where servers deal them
+
+    @property
+    def parts_under(self) -> int:
+        """The number that the parts have which belong to it; later snapshots have larger ones."""
+        return self.step if self.number is None else self.number
 
 
 class Outlet(Protocol):

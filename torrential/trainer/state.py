@@ -41,14 +41,14 @@ class NamedStates:
         owner: str = "",
         fellows: range = range(0),
         begun: Callable[[], bool] = lambda: False,
-        again: bool = False,
+        replaces: bool = False,
     ) -> None:
         """`saved`: the states in the checkpoint that the run goes on from, each loaded as soon as it is registered;
         `owner`: which of them are this role's own; `fellows`: the workers whose states are the next best
         (Strategy.fellows); `begun`: whether this role has begun with its first step, after which it is too late to
-        register anything; `again`: it takes the place of one that died after that checkpoint."""
+        register anything; `replaces`: whether this role takes the place of one that has gone on from there."""
         self._begun = begun
-        self._saved_itself = bool(_owned(saved or {}, owner)) and not again
+        self._saved_itself = not replaces and bool(_owned(saved or {}, owner))
         self._saved = {
             "everybody": _owned(saved or {}, EVERYBODY),
             "own": _owned(saved or {}, owner) or _of_anybody(saved or {}, fellows),

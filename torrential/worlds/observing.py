@@ -29,7 +29,8 @@ class SnapshotTaken(m.MemberMessage, frozen=True):
 
     @property
     def step(self) -> int:
-        return self.snapshot.step
+        """What the parts that belong to it are given under."""
+        return self.snapshot.parts_under
 
 
 class Observing(ABC):
