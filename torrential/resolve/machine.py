@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torrential.config import HostsSettings, LocalSettings, SimSettings
+from torrential.config import HostsSettings, LocalSettings, RaySettings, SimSettings
 from torrential.data.batches import is_vectorised
 from torrential.descriptors import check_descriptors
 from torrential.errors import BadInput
@@ -20,14 +20,29 @@ from torrential.task import Task
 from torrential.usercode import calling
 from torrential.worlds.sim.cluster import Cluster, make_cluster, read_cluster
 
+DEVICES = ("auto", "cpu", "cuda")
+
 
 def choose_device(asked: str) -> str:
-    if asked not in ("auto", "cpu", "cuda"):
+    if asked not in DEVICES:
         raise BadInput(f"no device {asked!r}; use auto, cpu or cuda")
     available = torch.cuda.is_available()
     if asked == "cuda" and not available:
         raise BadInput("--device cuda: this machine has no usable GPU; use --device cpu")
     return "cuda" if available and asked != "cpu" else "cpu"
+
+
+def device_on_ray(asked: RunRequest, settings: RaySettings) -> str:
+    """The device of a run on a Ray cluster, whose GPUs are not this machine's: workers have those that are reserved."""
+    if asked.device not in DEVICES:
+        return choose_device(asked.device)
+    if settings.gpus_per_worker and asked.device == "cpu":
+        raise BadInput(
+            f"--device cpu makes no use of gpus_per_worker={settings.gpus_per_worker:g}; leave one of the two out"
+        )
+    if asked.device == "cuda" and not settings.gpus_per_worker:
+        raise BadInput("--device cuda needs GPUs that Ray reserves; add --set gpus_per_worker=1")
+    return "cuda" if settings.gpus_per_worker else "cpu"
 
 
 def check_local(asked: RunRequest, settings: LocalSettings, servers: int, device: str) -> LocalSettings:
@@ -37,6 +52,8 @@ def check_local(asked: RunRequest, settings: LocalSettings, servers: int, device
     if settings.hosts > asked.workers and not isinstance(settings, HostsSettings):
         raise BadInput(f"more hosts than workers (hosts: {settings.hosts}, workers: {asked.workers}); use fewer hosts")
     check_descriptors(asked.workers + servers)
+    if isinstance(settings, RaySettings):
+        return msgspec.structs.replace(settings, threads=settings.threads or settings.cpus_per_worker)
     return _check_native(settings, device, asked.workers)
 
 
@@ -49,7 +66,7 @@ def check_one_memory(strategy: Strategy, settings: AnySettings, device: str) -> 
         raise BadInput(f"{name} needs memory that all workers see (device: {device}); use --device cpu")
     if isinstance(settings, HostsSettings):
         raise BadInput(
-            f"{name} needs memory that all workers see, which several hosts have not; leave out --rendezvous"
+            f"{name} needs memory that all workers see, which several hosts have not; use --world local"
         )
     if isinstance(settings, LocalSettings):
         if settings.transport != "shared":

@@ -19,6 +19,7 @@ from torrential.strategies.registry import Resolved, check_object
 NEEDS = {  # what to say of an option of one world that is given in another
     "local": "is for real processes; leave it out, or use --world local",
     "hosts": "is for runs on several hosts; start them with --rendezvous, or leave it out",
+    "ray": "is for runs on a Ray cluster; add --world ray, or leave it out",
     "sim": "needs a simulation; add --world sim",
 }
 
