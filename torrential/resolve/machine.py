@@ -65,9 +65,7 @@ def check_one_memory(strategy: Strategy, settings: AnySettings, device: str) -> 
     if device != "cpu":
         raise BadInput(f"{name} needs memory that all workers see (device: {device}); use --device cpu")
     if isinstance(settings, HostsSettings):
-        raise BadInput(
-            f"{name} needs memory that all workers see, which several hosts have not; use --world local"
-        )
+        raise BadInput(f"{name} needs memory that all workers see, which several hosts have not; use --world local")
     if isinstance(settings, LocalSettings):
         if settings.transport != "shared":
             raise BadInput(f"{name} needs memory that all workers see (transport={settings.transport}); leave it out")

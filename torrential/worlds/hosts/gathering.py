@@ -83,6 +83,7 @@ class Gathering:
     """The hosts of a run, which call at a rendezvous. Implements worlds.local.supervisor.Meeting."""
 
     with_own_host = True
+    here = "host 0"  # the supervisor's place, as people read of it
 
     def __init__(self, meeting: Rendezvous) -> None:
         self._meeting, self._salt = meeting, secrets.token_bytes(CHALLENGE_BYTES)
@@ -185,7 +186,7 @@ class Gathering:
             return f"that number is taken by {taken}; give every host its own --host-rank"
         for name, ours in versions().items():
             if (theirs := come.versions.get(name)) != ours:
-                return f"{name} is {theirs} there and {ours} on host 0; install the same"
+                return f"{name} is {theirs} there and {ours} on {self.here}; install the same"
         return ""
 
     def _missing(self, crew: Crew) -> str:

@@ -103,6 +103,7 @@ class HostProgram:
             apart=True,
             clock=self._clock_ahead(),
             host_timeout=plan.host_timeout,
+            labelled=self._packed is not None,  # whoever brings the job from one host brings lines back to it
         )
         request = JobRequest(plan, self._task, self._data, (os.getpid(), *self._model), self._packed)
         os.pwrite(self._job[0], msgspec.msgpack.encode(request), 0)

@@ -127,10 +127,10 @@ class Crew:
 
     def spawn(self, who: Who) -> None:
         role, number = role_of(who.address)
-        host = self._awaited.get(self._placement.meant(who.address))
-        if host is not None and (role == "worker" or not self.hosts):  # the others are needed by those that remain
-            self.processes[who] = Process(who, host)
-            return host.begin(Begin(role, number, who.life))
+        awaited = self._awaited.get(self._placement.meant(who.address))
+        if awaited is not None and (role == "worker" or not self.hosts):  # others are needed by those that remain
+            self.processes[who] = Process(who, awaited)
+            return awaited.begin(Begin(role, number, who.life))
         if not self.hosts:
             raise RunFailed("all hosts are lost")
         seat = self._placement.seat(who.address, self.hosts)

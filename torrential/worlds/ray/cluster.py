@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
 import ipaddress
@@ -11,7 +12,7 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torrential.errors import BadInput
@@ -73,6 +74,19 @@ def connect() -> bool:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray's own would leave the run's directory without a last word
     return True
+
+
+@contextlib.contextmanager
+def on_cluster() -> Iterator[None]:
+    """A block in which this process is connected to a running cluster."""
+    own = connect()
+    try:
+        yield
+    finally:
+        if own:
+            import ray
+
+            ray.shutdown()
 
 
 def first_line(error: BaseException) -> str:

@@ -53,6 +53,7 @@ class RayMeeting(Gathering):
     here, and the agents are told by Ray."""
 
     with_own_host = False
+    here = "the driver's host"
 
     def __init__(self, agents: Agents) -> None:
         where = tcp_address(agents.interface, 0)
