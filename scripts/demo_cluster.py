@@ -44,7 +44,7 @@ def isolated(shared: Path) -> Iterator[Hosts]:
 def nodes(shared: Path) -> Iterator[Hosts]:
     from ray.cluster_utils import Cluster
 
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ.update(RAY_worker_niceness="0")
     cluster = Cluster()
     try:
         begun = [cluster.add_node(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20) for _ in range(3)]

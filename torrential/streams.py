@@ -75,7 +75,7 @@ class Labelled(io.TextIOBase):
 
 def label(name: str) -> None:
     """Have lines that this process prints begin with a name."""
-    sys.stdout, sys.stderr = Labelled(sys.stdout, name), Labelled(sys.stderr, name)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = Labelled(sys.stdout, name), Labelled(sys.stderr, name)
 
 
 def why_lost(stream: TextIO) -> OSError | None:

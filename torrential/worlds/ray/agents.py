@@ -163,7 +163,8 @@ class Agents:
                 self._where[number] = {"label_selector": {"ray.io/node-id": f"!in({taken})"}}
             self._begin(number)
             node = self._agents[number].node.remote()
-            self.follow(number, meeting, packed)
+            # Of the copies that Ray knows it might fetch the lost host's: half a minute was seen. This one has no other.
+            self.follow(number, meeting, [ray.put(ray.get(part)) for part in packed])
             if elsewhere:
                 there = ray.get(node)
                 self._nodes[number] = next(node for node in cluster.nodes() if node.id == there)
