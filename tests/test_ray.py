@@ -14,6 +14,7 @@ from ray_cluster import RayRun, agents, ray_cluster, roles
 
 import torrential
 from torrential.records import Evaluation, Record, Step, read_records
+from torrential.worlds.local.crew import AWAIT_SECONDS
 
 pytestmark = [needs_root, pytest.mark.timeout(240)]
 
@@ -217,13 +218,13 @@ def test_a_host_that_is_lost_is_replaced_on_a_spare_one(tmp_path: Path) -> None:
         lost = next(host for host in hosts[1:] if host is not spare)
         gone = [int(name.rpartition("-")[2]) for name in roles(lost) if "worker" in name]
         lost.kill()
-        began = time.monotonic()
         run.until(lambda: run.events("host_joined"), "another host")
         run.until(lambda: len(run.events("worker_joined")) == 2, "replacements")
-        assert time.monotonic() - began < 45
-        (event,) = run.events("host_lost")
-        assert lost.name in event.detail and sorted(e.worker for e in run.events("worker_lost")) == gone  # type: ignore[type-var]
-        assert [name for name in roles(spare) if "worker" in name] == [f"tt-worker-{rank}" for rank in gone]
+        (event,), (came,) = run.events("host_lost"), run.events("host_joined")
+        assert lost.name in event.detail and spare.name in came.detail
+        assert [worker.worker for worker in run.events("worker_lost")] == gone
+        if came.time < event.time + AWAIT_SECONDS - 1:  # they wait no longer for another host
+            assert [name for name in roles(spare) if "worker" in name] == [f"tt-worker-{rank}" for rank in gone]
         run.until_training()
 
 
@@ -263,7 +264,7 @@ def test_a_wrong_token_and_no_cluster(three: tuple[list[Host], Path], tmp_path: 
     hosts, shared = three
     words = ("train", "digits-mlp", "--world", "ray")
     wrong = RayRun(hosts, shared / "never", *words, env=TOKEN | {"RAY_AUTH_TOKEN": "another"})
-    assert "the Ray cluster does not take this process" in refused(wrong)
+    assert "does not answer this process: see that it runs, and that RAY_AUTH_MODE and the token" in refused(wrong)
     with cluster(1, tmp_path) as alone:
         said = refused(RayRun(alone, tmp_path / "never", *words))
         assert "there is no running Ray cluster that this host knows; begin one with ray start --head" in said

@@ -163,7 +163,7 @@ class Agents:
                 self._where[number] = {"label_selector": {"ray.io/node-id": f"!in({taken})"}}
             self._begin(number)
             node = self._agents[number].node.remote()
-            # Of the copies that Ray knows it might fetch the lost host's: half a minute was seen. This one has no other.
+            # Ray might fetch the job from the lost host, for half a minute; of what is put now it knows no other copy.
             self.follow(number, meeting, [ray.put(ray.get(part)) for part in packed])
             if elsewhere:
                 there = ray.get(node)

@@ -25,9 +25,9 @@ CONNECT_SECONDS = 0.5
 class Node(NamedTuple):
     """One host of the cluster."""
 
-    id: str
     address: str
     port: int  # of its raylet
+    id: str
     cpus: float
     gpus: float
 
@@ -64,6 +64,11 @@ def connect() -> bool:
     try:
         ray.init(address="auto", logging_level=logging.WARNING)
     except ConnectionError as error:
+        if "Failed to connect" in str(error):
+            raise BadInput(
+                f"the Ray cluster does not answer this process: see that it runs, and that RAY_AUTH_MODE and the token "
+                f"are alike everywhere ({first_line(error)})"
+            ) from error
         raise BadInput(
             "there is no running Ray cluster that this host knows; begin one with ray start --head, and on other hosts "
             f"ray start --address=HOST:6379; or give its address in RAY_ADDRESS ({first_line(error)})"
@@ -102,16 +107,16 @@ def nodes() -> list[Node]:
     import ray
 
     found: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
-    return [
+    return sorted(
         Node(
-            node["NodeID"],
             node["NodeManagerAddress"],
             node["NodeManagerPort"],
+            node["NodeID"],
             node["Resources"].get("CPU", 0.0),
             node["Resources"].get("GPU", 0.0),
         )
         for node in found
-    ]
+    )
 
 
 def needs_of(placement: Placement, hosts: int, workers: int, cpus: int, gpus: float) -> list[Needs]:
