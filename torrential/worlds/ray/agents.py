@@ -20,7 +20,7 @@ from torrential.worlds.hosts.rendezvous import Rendezvous
 from torrential.worlds.placement import Placement, read_wishes
 from torrential.worlds.ray import cluster
 from torrential.worlds.ray.agent import Agent
-from torrential.worlds.ray.cluster import Needs, Node
+from torrential.worlds.ray.cluster import Needs, ClusterHost
 
 PLACE_SECONDS = 30.0  # until the agents' share of the cluster is free
 BEGIN_SECONDS = 60.0
@@ -40,7 +40,7 @@ class Agents:
         self._own_connection = cluster.connect()
         self._group: Any = None
         self._agents: dict[int, Any] = {}  # the newest, by number of the host
-        self._nodes: dict[int, Node] = {}
+        self._nodes: dict[int, ClusterHost] = {}
         self._where: dict[int, dict[str, Any]] = {}  # how Ray is told where each is to be
         self._following: dict[int, Any] = {}
         self._replacing = threading.Lock()

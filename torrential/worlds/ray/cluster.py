@@ -22,7 +22,7 @@ SIOCGIFADDR = 0x8915
 CONNECT_SECONDS = 0.5
 
 
-class Node(NamedTuple):
+class ClusterHost(NamedTuple):
     """One host of the cluster."""
 
     address: str
@@ -102,13 +102,13 @@ def last_line(error: BaseException) -> str:
     return ([line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1]
 
 
-def nodes() -> list[Node]:
+def nodes() -> list[ClusterHost]:
     """The cluster's hosts that Ray takes to be alive."""
     import ray
 
     found: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
     return sorted(
-        Node(
+        ClusterHost(
             node["NodeManagerAddress"],
             node["NodeManagerPort"],
             node["NodeID"],
@@ -130,7 +130,7 @@ def _of_several(gpus: float) -> float:
     return gpus if gpus < 1 else float(math.ceil(gpus))
 
 
-def fits(needs: Sequence[Needs], there: Sequence[Node]) -> bool:
+def fits(needs: Sequence[Needs], there: Sequence[ClusterHost]) -> bool:
     """Whether each agent could have a host of its own, if all of them were free."""
     free = sorted(((node.gpus, node.cpus) for node in there), reverse=True)
     for need in sorted(needs, key=lambda each: (each.gpus, each.cpus), reverse=True):
@@ -141,7 +141,7 @@ def fits(needs: Sequence[Needs], there: Sequence[Node]) -> bool:
     return True
 
 
-def in_words(there: Sequence[Node]) -> str:
+def in_words(there: Sequence[ClusterHost]) -> str:
     return ", ".join(f"{node.address} with {node.cpus:g} CPUs and {node.gpus:g} GPUs" for node in there) or "none"
 
 
