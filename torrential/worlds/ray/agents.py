@@ -20,7 +20,7 @@ from torrential.worlds.hosts.rendezvous import Rendezvous
 from torrential.worlds.placement import Placement, read_wishes
 from torrential.worlds.ray import cluster
 from torrential.worlds.ray.agent import Agent
-from torrential.worlds.ray.cluster import Needs, ClusterHost
+from torrential.worlds.ray.cluster import ClusterHost, Needs
 
 PLACE_SECONDS = 30.0  # until the agents' share of the cluster is free
 BEGIN_SECONDS = 60.0
