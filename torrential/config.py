@@ -106,7 +106,7 @@ class HostsSettings(LocalSettings, frozen=True, kw_only=True, tag="hosts"):
 class RaySettings(HostsSettings, frozen=True, kw_only=True, tag="ray"):
     """Options of runs on a Ray cluster (--world ray)."""
 
-    hosts: NotNegative = 0
+    hosts: AtLeastOne | None = None  # type: ignore[assignment]  # a run that has begun has a number
     """The number of hosts; by default the fewest that have the CPUs and GPUs."""
     cpus_per_worker: AtLeastOne = 1
     """The CPUs that Ray reserves for each worker, which are also its threads unless `threads` says otherwise."""

@@ -49,7 +49,7 @@ def check_local(asked: RunRequest, settings: LocalSettings, servers: int, device
     """Whether this machine can run it; the settings as they are carried out."""
     if asked.cluster is not None:
         raise BadInput("--cluster is what is simulated; add --world sim, or leave it out")
-    if settings.hosts > asked.workers and not isinstance(settings, HostsSettings):
+    if not isinstance(settings, HostsSettings) and settings.hosts > asked.workers:
         raise BadInput(f"more hosts than workers (hosts: {settings.hosts}, workers: {asked.workers}); use fewer hosts")
     check_descriptors(asked.workers + servers)
     if isinstance(settings, RaySettings):

@@ -81,7 +81,7 @@ def _with_transport(settings: LocalSettings) -> LocalSettings:
         settings = msgspec.structs.replace(settings, transport="unix")  # flags in memory need x86-64 on Linux
     if settings.algorithm == "hierarchical" and not futex.supported():
         raise BadInput("algorithm=hierarchical needs shared memory, which needs Linux on x86-64; use algorithm=ring")
-    if settings.hosts > 1 and not isinstance(settings, HostsSettings) and settings.algorithm != "hierarchical":
+    if not isinstance(settings, HostsSettings) and settings.hosts > 1 and settings.algorithm != "hierarchical":
         raise BadInput(f"hosts={settings.hosts} needs algorithm=hierarchical (given: {settings.algorithm})")
     if settings.algorithm == "shared" and settings.transport != "shared":
         raise BadInput(

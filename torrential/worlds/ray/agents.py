@@ -63,25 +63,23 @@ class Agents:
     # -- where ----------------------------------------------------------------------------------------------------
     def _choose(self, settings: RaySettings, workers: int) -> list[Needs]:
         """What each host is to have, on as many hosts as were asked for, or on the fewest."""
-        there = cluster.nodes()
-        if settings.hosts > workers:
+        there, asked = cluster.nodes(), settings.hosts
+        if asked is not None and asked > workers:
+            raise BadInput(f"more hosts than workers (hosts: {asked}, workers: {workers}); use --set hosts={workers}")
+        if asked is not None and asked > len(there):
             raise BadInput(
-                f"more hosts than workers (hosts: {settings.hosts}, workers: {workers}); use --set hosts={workers}"
-            )
-        if settings.hosts > len(there):
-            raise BadInput(
-                f"too few hosts (asked for: {settings.hosts}, in the Ray cluster: {len(there)}); begin Ray on more, "
+                f"too few hosts (asked for: {asked}, in the Ray cluster: {len(there)}); begin Ray on more, "
                 f"or use --set hosts={len(there)}"
             )
         most = min(workers, len(there))
-        for hosts in [settings.hosts] if settings.hosts else range(1, most + 1):
+        for hosts in range(1, most + 1) if asked is None else [asked]:
             needs = self._needs_on(hosts, settings, workers)
             if cluster.fits(needs, there):
                 return needs
         each = f"{settings.cpus_per_worker} CPUs" + (
             f" and {settings.gpus_per_worker:g} GPUs" * (settings.gpus_per_worker > 0)
         )
-        many = f" on {settings.hosts} hosts" if settings.hosts else ""
+        many = "" if asked is None else f" on {asked} hosts"
         raise BadInput(
             f"{workers} workers with {each} each{many} do not fit the Ray cluster (hosts: {cluster.in_words(there)}); "
             "use fewer workers, or begin Ray on more hosts"
