@@ -14,7 +14,7 @@ from hosts import Host, cluster
 from torrential.records import Event, Record, Step, read_records
 
 PORT = 6379
-SECONDS = 100.0
+SECONDS = 200.0
 RAY = Path(sys.executable).with_name("ray")
 
 

@@ -16,7 +16,7 @@ import torrential
 from torrential.records import Evaluation, Record, Step, read_records
 from torrential.worlds.local.crew import AWAIT_SECONDS
 
-pytestmark = [needs_root, pytest.mark.timeout(240)]
+pytestmark = [needs_root, pytest.mark.timeout(400)]
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a token that all hosts of the cluster know"}
 ONE_EACH = ("digits-mlp", "--workers", 3, "--set", "threads=1")
