@@ -186,7 +186,7 @@ def ray(setup: Setup) -> None:
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    actor = ray.remote(Store).remote(setup.numel)
+    actor: Any = ray.remote(Store).remote(setup.numel)
     gradient = torch.full((setup.numel,), 1e-3)
     keys = sparse_keys(setup.numel)
     few, small = gradient[keys].clone(), gradient[:SMALL].clone()

@@ -346,8 +346,8 @@ def test_bounds_are_shown(main_here: Any, tmp_path: Path) -> None:  # noqa: F811
 @pytest.mark.parametrize(
     ("field", "owner"),
     [
-        ("timeout", "the worlds local, hosts and sim"),
-        ("transport", "the worlds local and hosts"),
+        ("timeout", "the worlds local, hosts, ray and sim"),
+        ("transport", "the worlds local, hosts and ray"),
         ("gradients", "the world sim"),
         ("warmup", "the recipe"),
         ("lr", "the run"),

@@ -43,7 +43,7 @@ def clusters(incomplete: str) -> list[str]:
 
 
 def worlds(incomplete: str) -> list[str]:
-    return _beginning(("local", "hosts", "sim"), incomplete)
+    return _beginning(("local", "hosts", "ray", "sim"), incomplete)
 
 
 def devices(incomplete: str) -> list[str]:

@@ -110,6 +110,20 @@ class HostsSettings(LocalSettings, frozen=True, kw_only=True, tag="hosts"):
     ranks, servers on the hosts in turn, coordinators and the observer on host 0."""
 
 
+class RaySettings(HostsSettings, frozen=True, kw_only=True, tag="ray"):
+    """Options of runs on a Ray cluster (--world ray)."""
+
+    hosts: AtLeastOne | None = None  # type: ignore[assignment]  # a run that has begun has a number
+    """The number of hosts; by default the fewest that have the CPUs and GPUs."""
+    cpus_per_worker: AtLeastOne = 1
+    """The CPUs that Ray reserves for each worker, which are also its threads unless `threads` says otherwise."""
+    gpus_per_worker: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """The GPUs that Ray reserves for each worker; with 0.5 two workers of a host share one. 0: train on CPUs."""
+    interface: str | None = None
+    """The network that hosts talk over, as a network interface of the driver's host (eth1) or its address there; by
+    default the one that Ray uses."""
+
+
 class SimSettings(Settings, frozen=True, kw_only=True, tag_field="world", tag="sim"):
     """Options of simulations (--world sim)."""
 
@@ -126,6 +140,7 @@ class SimSettings(Settings, frozen=True, kw_only=True, tag_field="world", tag="s
 WORLDS: dict[str, type[LocalSettings] | type[SimSettings]] = {
     "local": LocalSettings,
     "hosts": HostsSettings,
+    "ray": RaySettings,
     "sim": SimSettings,
 }
 
@@ -231,7 +246,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: dict[str, Any]
     seed: int
     device: str
-    settings: LocalSettings | HostsSettings | SimSettings
+    settings: LocalSettings | HostsSettings | RaySettings | SimSettings
     recipe: Recipe = Recipe()
     compression: Compression = Compression()
     cluster: dict[str, Any] | None = None  # what is simulated, as in a cluster file

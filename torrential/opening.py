@@ -15,7 +15,7 @@ from torch import nn
 
 from torrential import checkpoint as checkpoints
 from torrential import processes, records
-from torrential.config import RunConfig, read_config
+from torrential.config import RaySettings, RunConfig, read_config
 from torrential.data.query import Query
 from torrential.errors import BadInput
 from torrential.limits import check_target, differences, extended, idle_patience, jumps, reached
@@ -119,7 +119,8 @@ def _resumed(
     loop: OwnLoop | None,
 ) -> Job:
     config = _read_config(directory, manifest)
-    choose_device(config.device)  # which may not be here
+    if not isinstance(config.settings, RaySettings):
+        choose_device(config.device)  # which may not be here
     if config.script is not None and loop is None:
         raise BadInput(f"the run in {directory} is of a script; go on with: torrential launch --resume {directory}")
     if task is None:

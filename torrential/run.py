@@ -35,6 +35,7 @@ from torrential.worlds.sim.cluster import Cluster
 
 if TYPE_CHECKING:
     from torrential.worlds.local.supervisor import Meeting
+    from torrential.worlds.ray.agents import Agents
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,9 @@ def train(
     `strategy` is an object (`tt.Downpour(push_every=4)`, or one of a class of your own), a class, a name, or
     "file.py:Class"; allreduce by default.
 
-    On this machine's processes, or with `world="sim"` on a simulated cluster, which `cluster` describes: a TOML file,
-    the name of a shipped one, a table, or a tt.Cluster.
+    On this machine's processes; with `world="ray"` on the Ray cluster that this process is, or can be, connected to; or
+    with `world="sim"` on a simulated cluster, which `cluster` describes: a TOML file, the name of a shipped one, a
+    table, or a tt.Cluster.
 
     With `resume` a run's directory, go on with that run. Everything else is taken from there, except for the task, and
     for a strategy that a program made: give the same again. To go on further than the run was to go, give `epochs`,
@@ -144,9 +146,14 @@ def train(
     strategy that is given by its name or class.
     """
     refuse_training()
-    launch = Launch() if world == "local" else None
+    launch: Launch | Agents | None = Launch() if world == "local" else None
     try:
         hearing = check_listeners(listeners)
+        if world == "ray" and resume is None:
+            from torrential.worlds.ray.agents import agents_for
+
+            launch = agents_for(options, workers)
+            options["hosts"] = launch.hosts
         loaded = load_task(task) if isinstance(task, str) else task
         if resume is not None:
             limits = {"epochs": epochs, "steps": steps, "target": target}
@@ -178,7 +185,7 @@ def train(
             launch.close()
 
 
-def _train(job: Job, launch: Launch | None, progress: bool | None, listeners: Sequence[Any]) -> TrainResult:
+def _train(job: Job, launch: Launch | Agents | None, progress: bool | None, listeners: Sequence[Any]) -> TrainResult:
     try:
         return execute(job, launch, lambda j: display_of(j, progress), listeners)
     except KeyboardInterrupt:
@@ -214,12 +221,12 @@ def show_progress(job: Job, console: Any) -> Display:
 
 def execute(
     job: Job,
-    launch: Launch | None,
+    launch: Launch | Agents | None,
     display_for: Callable[[Job], Display],
     listeners: Sequence[Any] = (),
     meeting: Meeting | None = None,
 ) -> TrainResult:
-    """Carry a run out. `meeting`: how other hosts take part."""
+    """Carry a run out. `launch`: what begins its processes, if that is there; `meeting`: how other hosts take part."""
     try:
         return _execute(job, _world(job, launch, meeting), display_for, listeners)
     except TorrentialError as error:
@@ -268,7 +275,7 @@ def _first_events(job: Job) -> Iterator[Event]:
         yield Event(event="warning", time=job.elapsed, detail=line)
 
 
-def _world(job: Job, launch: Launch | None, meeting: Meeting | None) -> World:
+def _world(job: Job, launch: Launch | Agents | None, meeting: Meeting | None) -> World:
     if job.config.world == "hosts" and meeting is None:
         raise BadInput("other hosts take part by: torrential train ... --rendezvous HOST:PORT")
     if job.config.world == "sim":
@@ -276,8 +283,13 @@ def _world(job: Job, launch: Launch | None, meeting: Meeting | None) -> World:
         from torrential.worlds.sim.world import SimWorld
 
         return SimWorld(make_cluster(job.config.cluster or {}))
+    if job.config.world == "ray":
+        from torrential.worlds.ray.world import RayWorld
+
+        return RayWorld(None if isinstance(launch, Launch) else launch)
     from torrential.worlds.local.supervisor import LocalWorld
 
+    assert launch is None or isinstance(launch, Launch)
     return LocalWorld(launch, meeting)
 
 

@@ -51,6 +51,33 @@ def kept(descriptor: int, like: TextIO | None) -> TextIO:
     )
 
 
+class Labelled(io.TextIOBase):
+    """A text stream that writes whole lines, each behind a label."""
+
+    def __init__(self, stream: TextIO, label: str) -> None:
+        self._stream, self._label, self._begun = stream, label, ""
+
+    def write(self, text: str, /) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        if lines:
+            self._stream.write("".join(f"{self._label}: {line}\n" for line in lines))
+            self._stream.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        if self._begun:
+            self.write("\n")
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+
+def label(name: str) -> None:
+    """Have lines that this process prints begin with a name."""
+    sys.stdout, sys.stderr = Labelled(sys.stdout, name), Labelled(sys.stderr, name)
+
+
 def why_lost(stream: TextIO) -> OSError | None:
     """Why a stream fell silent, once all that it was given is written; None for one that did not, or is not kept."""
     stream.flush()

@@ -62,6 +62,7 @@ def _sections(kind: type[Strategy]) -> Iterator[tuple[str, list[Option]]]:
         Compression,
         HostsSettings,
         LocalSettings,
+        RaySettings,
         Recipe,
         Settings,
         SimSettings,
@@ -74,7 +75,7 @@ def _sections(kind: type[Strategy]) -> Iterator[tuple[str, list[Option]]]:
     own = "." if kind.__struct_fields__ else ": there are none."
     yield f"Options of {kind.name} itself{own}", list(explain(kind))
     compression = () if kind.uncompressed else (Compression,)
-    for owner in (Settings, LocalSettings, HostsSettings, SimSettings, Recipe, *compression):
+    for owner in (Settings, LocalSettings, HostsSettings, RaySettings, SimSettings, Recipe, *compression):
         common = {*owner.__struct_fields__} - {*inspect.get_annotations(owner)}  # shown before
         hidden = without_effect(with_servers) | common
         options = [option for option in explain(owner) if option.name not in hidden]

@@ -19,12 +19,14 @@ from torrential.worlds.local.launch import Launch
 if TYPE_CHECKING:
     from torrential.worlds.base import Job
     from torrential.worlds.hosts.rendezvous import Rendezvous
+    from torrential.worlds.ray.agents import Agents
 
 TRAIN_EXAMPLES = """Examples:\n
     torrential train digits --workers 2\n
     torrential train my_task.py --workers 4 --set transport=tcp --target 0.98\n
     torrential train digits --workers 4 --set restart=true --set accumulate=2\n
     torrential train digits --strategy downpour --workers 64 --servers 4 --cluster spot64\n
+    torrential train digits --workers 16 --world ray --set hosts=4\n
     torrential train digits --epochs 50 --patience 5 --keep-best 1 --log tensorboard\n
     torrential train --resume runs/digits-allreduce-20260101-120000\n
     torrential train --resume runs/digits-allreduce-20260101-120000 --epochs 100"""
@@ -74,7 +76,7 @@ def train(
     world: Annotated[
         str | None,
         typer.Option(
-            help="local (this machine's processes, the default), hosts (with --rendezvous) or sim.",
+            help="local (this machine's processes, the default), hosts (with --rendezvous), ray or sim.",
             autocompletion=completion.worlds,
         ),
     ] = None,
@@ -125,19 +127,29 @@ def train(
     port: Annotated[int | None, typer.Option(help="The port of --watch; a free one by default.")] = None,
     json: Annotated[bool, typer.Option("--json", help="End stdout with one JSON object.")] = False,
 ) -> None:
-    """Train TASK on this machine's processes, or on a simulated cluster."""
+    """Train TASK on this machine's processes, on those of several hosts, or on a simulated cluster."""
     if port is not None and not watch:
         raise BadInput(f"--port {port} is the port of the live page; give --watch as well, or leave it out")
     meeting = _meeting(rendezvous, host_rank, hosts, secret_file, world)
     if meeting is not None:
         world = "hosts"
-    with prepared(world != "sim" and cluster is None, count_roles(workers, servers)) as launch:
+    with contextlib.ExitStack() as stack:
+        here = world not in ("ray", "sim") and cluster is None
+        launch = stack.enter_context(prepared(here, count_roles(workers, servers)))
         if meeting is not None and meeting.host:
             from torrential.worlds.hosts.program import follow
 
             assert launch is not None
             err.print(f"host {meeting.host} of {meeting.hosts}", highlight=False)
             return follow(meeting, launch, task, None if data_dir is None else str(data_dir))
+        options = options_of(set_ or []) | only_given(patience=patience, keep_best=keep_best)
+        agents = None
+        if world == "ray" and resume is None and task is not None:
+            from torrential.worlds.ray.agents import agents_for
+
+            agents = agents_for(options, 1 if workers is None else workers)  # they load torch while it is loaded here
+            stack.callback(agents.close)
+            options["hosts"] = agents.hosts
         from torrential.data import find
         from torrential.limits import OF_SETTINGS
         from torrential.listeners.loggers import make_loggers
@@ -148,7 +160,6 @@ def train(
 
         loggers = [] if log is None else make_loggers(log)
         find.set_data_dir(data_dir)
-        options = options_of(set_ or []) | only_given(patience=patience, keep_best=keep_best)
         if port is not None:
             check_port(port)  # before there is a directory
         if resume is not None:
@@ -189,7 +200,7 @@ def train(
             )
             job = open_run(asked, out)
         page = page_shown(job.directory, port) if watch else contextlib.nullcontext()
-        _carry_out(job, launch, json, "train", loggers, page, meeting)
+        _carry_out(job, agents or launch, json, "train", loggers, page, meeting)
 
 
 def _meeting(
@@ -283,7 +294,7 @@ def launch(
 
 def _carry_out(
     job: Job,
-    launch: Launch | None,
+    launch: Launch | Agents | None,
     json: bool,
     command: str,
     listeners: Sequence[Any],

@@ -58,7 +58,7 @@ def check_machine(precision: str, device: str) -> None:
     if precision not in HALVES:
         return
     if device == "cuda":
-        if precision == "bf16" and not torch.cuda.is_bf16_supported():
+        if precision == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
             raise BadInput("this GPU has no bf16; use precision=fp16")
         return
     if (died := _tried(precision, {})) is None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torrential.config import HostsSettings, LocalSettings, SimSettings
+from torrential.config import HostsSettings, LocalSettings, RaySettings, SimSettings
 from torrential.data.batches import is_vectorised
 from torrential.descriptors import check_descriptors
 from torrential.errors import BadInput
@@ -20,9 +20,11 @@ from torrential.task import Task
 from torrential.usercode import calling
 from torrential.worlds.sim.cluster import Cluster, make_cluster, read_cluster
 
+DEVICES = ("auto", "cpu", "cuda")
+
 
 def choose_device(asked: str) -> str:
-    if asked not in ("auto", "cpu", "cuda"):
+    if asked not in DEVICES:
         raise BadInput(f"no device {asked!r}; use auto, cpu or cuda")
     available = torch.cuda.is_available()
     if asked == "cuda" and not available:
@@ -30,13 +32,28 @@ def choose_device(asked: str) -> str:
     return "cuda" if available and asked != "cpu" else "cpu"
 
 
+def device_on_ray(asked: RunRequest, settings: RaySettings) -> str:
+    """The device of a run on a Ray cluster, whose GPUs are not this machine's: workers have those that are reserved."""
+    if asked.device not in DEVICES:
+        return choose_device(asked.device)
+    if settings.gpus_per_worker and asked.device == "cpu":
+        raise BadInput(
+            f"--device cpu makes no use of gpus_per_worker={settings.gpus_per_worker:g}; leave one of the two out"
+        )
+    if asked.device == "cuda" and not settings.gpus_per_worker:
+        raise BadInput("--device cuda needs GPUs that Ray reserves; add --set gpus_per_worker=1")
+    return "cuda" if settings.gpus_per_worker else "cpu"
+
+
 def check_local(asked: RunRequest, settings: LocalSettings, servers: int, device: str) -> LocalSettings:
     """Whether this machine can run it; the settings as they are carried out."""
     if asked.cluster is not None:
         raise BadInput("--cluster describes a simulated cluster; add --world sim, or leave it out")
-    if settings.hosts > asked.workers and not isinstance(settings, HostsSettings):
+    if not isinstance(settings, HostsSettings) and settings.hosts > asked.workers:
         raise BadInput(f"more hosts than workers (hosts: {settings.hosts}, workers: {asked.workers}); use fewer hosts")
     check_descriptors(asked.workers + servers)
+    if isinstance(settings, RaySettings):
+        return msgspec.structs.replace(settings, threads=settings.threads or settings.cpus_per_worker)
     return _check_native(settings, device, asked.workers)
 
 
@@ -48,9 +65,7 @@ def check_one_memory(strategy: Strategy, settings: AnySettings, device: str) -> 
     if device != "cpu":
         raise BadInput(f"{name} needs memory that all workers see (device: {device}); use --device cpu")
     if isinstance(settings, HostsSettings):
-        raise BadInput(
-            f"{name} needs memory that all workers see, which several hosts have not; leave out --rendezvous"
-        )
+        raise BadInput(f"{name} needs memory that all workers see, which several hosts have not; use --world local")
     if isinstance(settings, LocalSettings):
         if settings.transport != "shared":
             raise BadInput(f"{name} needs memory that all workers see (transport={settings.transport}); leave it out")

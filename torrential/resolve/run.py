@@ -10,7 +10,7 @@ from dataclasses import replace
 import msgspec
 from torch import nn
 
-from torrential.config import LocalSettings, Recipe, RunConfig
+from torrential.config import LocalSettings, RaySettings, Recipe, RunConfig
 from torrential.errors import BadInput
 from torrential.limits import check_target
 from torrential.optim.built import over_model
@@ -25,6 +25,7 @@ from torrential.resolve.machine import (
     check_simulation,
     choose_device,
     count_servers,
+    device_on_ray,
 )
 from torrential.resolve.request import ResolvedRun, RunRequest
 from torrential.resolve.security import check_security
@@ -53,7 +54,9 @@ def resolve(asked: RunRequest) -> ResolvedRun:
     _check_task(asked, task)
     if asked.loop is None:
         model, sample = try_once(task)
-        device = choose_device(asked.device)
+        device = (
+            choose_device(asked.device) if not isinstance(settings, RaySettings) else device_on_ray(asked, settings)
+        )
     else:
         check_loop(asked, strategy)
         model, sample = build_model(task), None

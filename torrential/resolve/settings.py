@@ -19,6 +19,7 @@ from torrential.strategies.registry import Resolved, check_object
 NEEDS = {  # what to say of an option of one world that is given in another
     "local": "is for real processes; leave it out, or use --world local",
     "hosts": "is for runs on several hosts; start them with --rendezvous, or leave it out",
+    "ray": "is for runs on a Ray cluster; add --world ray, or leave it out",
     "sim": "needs a simulation; add --world sim",
 }
 
@@ -80,7 +81,7 @@ def _with_transport(settings: LocalSettings) -> LocalSettings:
         settings = msgspec.structs.replace(settings, transport="unix")  # flags in memory need x86-64 on Linux
     if settings.algorithm == "hierarchical" and not futex.supported():
         raise BadInput("algorithm=hierarchical needs shared memory, which needs Linux on x86-64; use algorithm=ring")
-    if settings.hosts > 1 and not isinstance(settings, HostsSettings) and settings.algorithm != "hierarchical":
+    if not isinstance(settings, HostsSettings) and settings.hosts > 1 and settings.algorithm != "hierarchical":
         raise BadInput(f"hosts={settings.hosts} needs algorithm=hierarchical (given: {settings.algorithm})")
     if settings.algorithm == "shared" and settings.transport != "shared":
         raise BadInput(

@@ -35,7 +35,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the strategy in messages and directories; by default that of its class."""
     summary: ClassVar[str] = ""
     """The strategy in one line; by default the first of its docstring."""
-    worlds: ClassVar[tuple[str, ...]] = ("local", "hosts", "sim")
+    worlds: ClassVar[tuple[str, ...]] = ("local", "hosts", "ray", "sim")
     """The worlds that the strategy runs in."""
     uses_rate: ClassVar[bool] = True
     """Whether the optimizer and its learning rate have an effect."""

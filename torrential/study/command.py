@@ -92,7 +92,7 @@ def add(
         world: Annotated[
             str | None,
             typer.Option(
-                help="local (this machine's processes, the default) or sim.", autocompletion=completion.worlds
+                help="local (this machine's processes, the default), ray or sim.", autocompletion=completion.worlds
             ),
         ] = None,
         cluster: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from torrential.task import Task
 from torrential.terminal import Terminal, standard_error
 from torrential.usercode import refuse_exit, refuse_training, telling_interrupts
 from torrential.userfiles import absolute_spec
+from torrential.worlds.ray.cluster import on_cluster
 from torrential.worlds.sim.cluster import Cluster
 
 AnyCluster = str | os.PathLike[str] | dict[str, Any] | Cluster
@@ -144,6 +146,18 @@ def carry_out(
 ) -> Study:
     """Put the question, or find it put, and run all that is not there yet. `task` and `strategies`: a program's own;
     `python`: advice is on arguments of a function."""
+    with on_cluster() if asked.world == "ray" else contextlib.nullcontext():  # before there is a directory
+        return _carry_out(asked, out, console, task, strategies, python)
+
+
+def _carry_out(
+    asked: StudyRequest,
+    out: Path | None,
+    console: Terminal,
+    task: Task | None,
+    strategies: Mapping[str, type[Strategy]] | None,
+    python: bool,
+) -> Study:
     kept = read_question(out).measured if out is not None and os.path.exists(out / STUDY) else []
     question, subject = make_question(asked, sys.argv, kept, task, strategies)
     directory = out or fresh_directory(f"compare-{Path(question.task).stem}")

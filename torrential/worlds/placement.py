@@ -33,15 +33,19 @@ class Placement:
     def seat(self, address: int, hosts: Collection[int]) -> Seat:
         """Where a role is to be, given the hosts that are there."""
         role, number = role_of(address)
-        host = self._meant(address)
+        host = self.meant(address)
         if host not in hosts:
             load = Counter(at for other, at in self._now.items() if other != address)
             host = min(hosts, key=lambda one: (load[one], one))
         self._now[address] = host
-        meant = [n for n in range(self._counts.get(role, 0)) if self._meant(address_of(role, n)) == host]
+        meant = [n for n in range(self._counts.get(role, 0)) if self.meant(address_of(role, n)) == host]
         return Seat(host, meant.index(number) if number in meant else len(meant), max(1, len(meant)))
 
-    def _meant(self, address: int) -> int:
+    def count(self, role: str, members: int, host: int) -> int:
+        """How many of a role's members a host is meant to have."""
+        return sum(self.meant(address_of(role, number)) == host for number in range(members))
+
+    def meant(self, address: int) -> int:
         """The host of a role as long as all hosts are there."""
         if address in self._wishes:
             return self._wishes[address]

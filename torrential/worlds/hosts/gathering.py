@@ -83,6 +83,9 @@ class RemoteHost:
 class Gathering:
     """The hosts of a run, which call at a rendezvous. Implements worlds.local.supervisor.Meeting."""
 
+    with_own_host = True
+    here = "host 0"  # the supervisor's place, as people read of it
+
     def __init__(self, meeting: Rendezvous) -> None:
         self._meeting, self._salt = meeting, secrets.token_bytes(CHALLENGE_BYTES)
         self.interface = meeting.interface
@@ -105,6 +108,7 @@ class Gathering:
         except OSError as error:
             where = meeting.address.removeprefix("tcp:")
             raise BadInput(f"--rendezvous {where}: host 0 cannot listen there ({error.strerror})") from error
+        self._begin_agents(job, crew)
         deadline = time.monotonic() + JOIN_SECONDS
         while not crew.hosts.keys() >= {*range(count)}:
             for host in self._ready(plan, crew):
@@ -113,12 +117,19 @@ class Gathering:
                 if host.gone:
                     raise RunFailed(f"{host.name} has left before the run began; see what was said there")
                 crew.hosts[host.number] = host
+            self._check_agents()
             if time.monotonic() > deadline:
                 raise RunFailed(self._missing(crew))
         self._thread = threading.Thread(target=self._hear_others, args=(plan, crew), daemon=True)
         self._thread.start()
-        own = f"host 0 ({socket.gethostname()}, {self.interface})"
-        return ", ".join([own, *(crew.hosts[number].name for number in sorted(crew.hosts) if number)])
+        own = [f"host 0 ({socket.gethostname()}, {self.interface})"] if self.with_own_host else []
+        return ", ".join([*own, *(host.name for _, host in sorted(crew.hosts.items()) if host is not crew.own)])
+
+    def _begin_agents(self, job: Job, crew: Crew) -> None:
+        """Begin the agents of other hosts, if that is not left to others; the supervisor listens by now."""
+
+    def _check_agents(self) -> None:
+        """Raise what is known of agents that will never call."""
 
     def _hear_others(self, plan: RunPlan, crew: Crew) -> None:
         """Hosts that come while the run goes on are reported to the crew once they are ready."""
@@ -173,12 +184,12 @@ class Gathering:
     def _objection(self, come: Come) -> str:
         """Why a host cannot take part, as far as that is seen at once."""
         there = self._present.get(come.host)
-        if come.host == 0 or (there is not None and not there.gone):
+        if (come.host == 0 and self.with_own_host) or (there is not None and not there.gone):
             taken = "host 0" if there is None else there.name
             return f"that number is taken by {taken}; give every host its own --host-rank"
         for name, ours in versions().items():
             if (theirs := come.versions.get(name)) != ours:
-                return f"{name} is {theirs} there and {ours} on host 0; install the same"
+                return f"{name} is {theirs} there and {ours} on {self.here}; install the same"
         return ""
 
     def _missing(self, crew: Crew) -> str:

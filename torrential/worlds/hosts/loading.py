@@ -1,4 +1,5 @@
-"""The job of a run, made on another host than the supervisor's: of the configuration, and of that host's own files."""
+"""The job of a run, made on another host than the supervisor's: of the configuration and that host's own files, or of
+what the supervisor has packed, where somebody else has brought that here and vouches for it."""
 
 from __future__ import annotations
 
@@ -57,6 +58,18 @@ def _job(request: JobRequest) -> Job:
     config = msgspec.msgpack.decode(plan.config, type=RunConfig)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise BadInput("there is no usable GPU here, and the run computes on GPUs; use --device cpu")
+    if request.packed is None:
+        job = _of_files(request, config, directory)
+    else:
+        job = shipping.unpack_from(*request.packed)
+    if plan.cut:
+        _hand_over(request, job)
+        job = replace(job, handed=request.model)
+    return job
+
+
+def _of_files(request: JobRequest, config: RunConfig, directory: Path) -> Job:
+    plan = request.plan
     find.set_data_dir(None if request.data is None else Path(request.data))
     source = request.task or config.source
     assert source is not None
@@ -67,11 +80,7 @@ def _job(request: JobRequest) -> Job:
     task, _ = configured(config, task, model, strategy.evaluates)
     if (samples := training_samples(task)) != config.samples:
         raise BadInput(f"the task has {samples} training samples here, and {config.samples} on host 0; copy its data")
-    job = Job(config, task, strategy, directory, _checkpoint(plan, config, directory))
-    if plan.cut:
-        _hand_over(request, job)
-        job = replace(job, handed=request.model)
-    return job
+    return Job(config, task, strategy, directory, _checkpoint(plan, config, directory))
 
 
 def _loaded(plan: RunPlan, what: str, source: str, load: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -70,6 +70,7 @@ class JobRequest(msgspec.Struct, frozen=True):
     task: str | None  # as this host was told to load it; None: as the supervisor did
     data: str | None  # where this host has data sets
     model: tuple[int, int, int]  # where the whole model goes: a pid, two descriptors
+    packed: tuple[int, int, int] | None = None  # where the supervisor's job lies; None: it is made of files
 
 
 ToAgent = TimeIs | RunPlan | Begin | End | RunOver
@@ -78,7 +79,11 @@ FromAgent = AskTime | Prepared | Born | Ended
 
 def versions() -> dict[str, str]:
     """The versions that all hosts of a run must have alike."""
-    return {"torrential": __version__, "torch": version("torch"), "Python": platform.python_version()}
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    return {"torrential": __version__, "torch": torch, "Python": platform.python_version()}
 
 
 def digest(path: Path) -> str:

@@ -49,8 +49,16 @@ class HostProgram:
     """One host's part in a run, over a connection to the supervisor that both ends have proved themselves on."""
 
     def __init__(
-        self, sock: stream.Connected, secret: bytes, launch: Launch, task: str | None, data: str | None
+        self,
+        sock: stream.Connected,
+        secret: bytes,
+        launch: Launch,
+        task: str | None = None,
+        data: str | None = None,
+        packed: tuple[int, int, int] | None = None,
     ) -> None:
+        """`packed`: the supervisor's job, where it was brought here; else it is made of this host's files."""
+        self._packed = packed
         self._sock, self._secret, self._launch, self._task, self._data = sock, secret, launch, task, data
         self._connection: stream.Plain[Any] = stream.Plain(sock, ToAgent, ahead=0)
         self._sending = threading.Lock()
@@ -95,8 +103,9 @@ class HostProgram:
             apart=True,
             clock=self._clock_ahead(),
             host_timeout=plan.host_timeout,
+            labelled=self._packed is not None,  # whoever brings the job from one host brings lines back to it
         )
-        request = JobRequest(plan, self._task, self._data, (os.getpid(), *self._model))
+        request = JobRequest(plan, self._task, self._data, (os.getpid(), *self._model), self._packed)
         os.pwrite(self._job[0], msgspec.msgpack.encode(request), 0)
         self._launch.used = True
         self._agent = HostAgent(self._launch.socket, around, self._report)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torrential import descriptors, shipping
+from torrential import descriptors, shipping, streams
 from torrential.comm.channel import TensorLetter
 from torrential.comm.post import Post
-from torrential.comm.protocol import OBSERVER, address_of
+from torrential.comm.protocol import OBSERVER, address_of, role_name
 from torrential.data.deal import order_of
 from torrential.data.loaders import LoaderProcess, Loaders, ReadBatch, end_loaders, fork_loaders, reader
 from torrential.errors import RunFailed
@@ -45,6 +45,8 @@ def main(spawn: Spawn) -> int:
         return try_script(spawn)
     if spawn.role == JOB:
         return load_job(spawn)
+    if spawn.around.labelled:
+        streams.label(role_name(address_of(spawn.role, spawn.rank)))
     loaders = fork_loaders(spawn.rank, spawn.loaders, lambda: _prepare_reading(spawn))  # before there are threads
     post = None if spawn.role == "observer" else open_post(spawn)
     hello = m.Hello(spawn.role, spawn.rank, spawn.life, contact_text(post) if post else "")

@@ -7,8 +7,10 @@ import errno
 import math
 import queue
 import secrets
+import signal
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,12 +22,15 @@ from torrential.comm.handshake import SECRET_BYTES
 from torrential.comm.protocol import address_of, role_name, role_of
 from torrential.comm.stream import end_when_silent
 from torrential.comm.tls import Tls
+from torrential.errors import RunFailed
 from torrential.membership.roles import Who
 from torrential.worlds.local import messages as m
 from torrential.worlds.local.agent import Host
 from torrential.worlds.local.identities import Identities, nothing_to_show
-from torrential.worlds.local.orders import Begin, Born, End, Ended
+from torrential.worlds.local.orders import Begin, Born, End, Ended, OfProcess
 from torrential.worlds.placement import Placement
+
+AWAIT_SECONDS = 40.0  # that roles wait for another host in the place of theirs, before they begin elsewhere
 
 
 @dataclass(eq=False)
@@ -62,6 +67,27 @@ class ProcessMessage:
     tensors: list[Tensor]
 
 
+class AwaitedHost:
+    """Implements Host in the place of one that is lost, and that another will come for: roles wait for that."""
+
+    number = -1
+
+    def __init__(self, name: str, report: Callable[[Ended], None]) -> None:
+        self.name, self._report = name, report
+        self.until = time.monotonic() + AWAIT_SECONDS
+        self.waiting: list[Who] = []
+
+    def begin(self, order: Begin) -> None:
+        self.waiting.append(who_is(order))
+
+    def end(self, order: End) -> None:
+        self.waiting.remove(who_is(order))
+        self._report(Ended(order.role, order.rank, order.life, -signal.SIGKILL))
+
+    def close(self, problem: str) -> None:
+        self.waiting.clear()
+
+
 class HostCame(NamedTuple):
     """The report that another host is ready to begin processes."""
 
@@ -95,7 +121,11 @@ class Crew:
         where = where or f"unix:@torrential-{secrets.token_hex(8)}"
         self._admission = Admission(where, self.secret, m.Hello, tls)
         self.address = self._admission.address
-        self.hosts: dict[int, Host] = {}  # those that are there, by number; 0 is the supervisor's own
+        self.hosts: dict[int, Host] = {}  # those that are there, by number
+        self.own: Host | None = None  # that of the supervisor, where roles are on it
+        self.replace: Callable[[Host], bool] = lambda host: False
+        """Begins another host in the place of one that is lost, where that is possible; returns whether it does."""
+        self._awaited: dict[int, AwaitedHost] = {}
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         wire.decoder(m.Any)  # its types are known before threads begin to read
         self.processes: dict[Who, Process] = {}  # all that were ever asked for
@@ -107,10 +137,16 @@ class Crew:
         self.reports.put(HostLost(host) if said is None else said)
 
     def spawn(self, who: Who) -> None:
+        role, number = role_of(who.address)
+        awaited = self._awaited.get(self._placement.meant(who.address))
+        if awaited is not None and (role == "worker" or not self.hosts):  # others are needed by those that remain
+            self.processes[who] = Process(who, awaited)
+            return awaited.begin(Begin(role, number, who.life))
+        if not self.hosts:
+            raise RunFailed("all hosts are lost")
         seat = self._placement.seat(who.address, self.hosts)
         host = self.hosts[seat.host]
         self.processes[who] = Process(who, host)
-        role, number = role_of(who.address)
         loaders = self._loaders if role == "worker" else 0
         shown = self.identity(role_name(who.address))
         host.begin(Begin(role, number, who.life, loaders, seat.number, seat.beside, shown))
@@ -123,12 +159,30 @@ class Crew:
         """A host is gone; returns what was on it. Whatever comes from there later on finds nobody who listens."""
         del self.hosts[host.number]
         host.close(f"host 0 has heard nothing from here for {self._host_timeout:g} s")
+        if self.replace(host):
+            self._awaited[host.number] = AwaitedHost(host.name, self.reports.put)
         lost = [process for process in self.processes.values() if process.host is host]
         for process in lost:
             process.outbox.put(None)
             if process.connection is not None:
                 process.connection.close()
         return lost
+
+    def add(self, host: Host) -> None:
+        """A host has come; the roles that waited for it begin there."""
+        self.hosts[host.number] = host
+        self._begin_those_of(host.number)
+
+    def wait_no_longer(self) -> None:
+        """Begin the roles of hosts that have not come in time on those that are there."""
+        now = time.monotonic()
+        for number in [number for number, awaited in self._awaited.items() if awaited.until <= now]:
+            self._begin_those_of(number)
+
+    def _begin_those_of(self, number: int) -> None:
+        if (awaited := self._awaited.pop(number, None)) is not None:
+            for who in awaited.waiting:
+                self.spawn(who)
 
     def send(self, who: Who, message: Any, tensors: Sequence[Tensor] = ()) -> None:
         self.processes[who].send(message, tensors)
@@ -176,5 +230,5 @@ def is_silence(error: Exception) -> bool:
     return isinstance(cause, OSError) and cause.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 
-def who_is(named: Born | Ended | m.Hello) -> Who:
+def who_is(named: OfProcess | m.Hello) -> Who:
     return Who(address_of(named.role, named.rank), named.life)

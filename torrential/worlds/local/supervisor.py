@@ -3,8 +3,8 @@
     processes ── messages, closed connections ──► supervisor ──► Membership (membership/machine.py)
     processes ◄── messages, starts, kills ─────── supervisor ◄── actions
 
-It deals with hosts, of which its own is the first: the agent of a host (agent.py) begins processes there and keeps
-their memory. Here are how processes ended, and records.
+It deals with hosts, of which its own is the first, unless others begin all agents (worlds/ray): the agent of a host
+(agent.py) begins processes there and keeps their memory. Here are how processes ended, and records.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Meeting(Protocol):
     """The address at which other hosts reach this one."""
     secret: bytes
     """The run's secret, which those hosts know as well."""
+    with_own_host: bool
+    """Whether roles are on the supervisor's own host, too, by an agent in the supervisor's process."""
 
     def gather(self, job: Job, crew: Crew) -> str:
         """Add all hosts to the crew, once they are ready to begin processes; returns who they are, in words. Those that
@@ -70,7 +72,8 @@ class LocalWorld:
     """Implements worlds.base.World: roles are processes, on this host and on those of a meeting."""
 
     def __init__(self, launch: Launch | None = None, meeting: Meeting | None = None) -> None:
-        self._launch, self._meeting = launch or Launch(), meeting
+        self._meeting = meeting
+        self._launch = launch or (Launch() if meeting is None or meeting.with_own_host else None)
 
     def run(
         self,
@@ -79,6 +82,8 @@ class LocalWorld:
         watcher: RunWatcher,
         stop_reason: Callable[[], str | None] = lambda: None,
     ) -> None:
+        if self._launch is None:
+            return self._supervise(job, write, watcher, stop_reason)
         self._launch.used = True
         with handed_over(job.task, job.config, job.strategy, write) as handed:
             self._supervise(replace(job, handed=handed), write, watcher, stop_reason)
@@ -90,7 +95,7 @@ class LocalWorld:
         watcher: RunWatcher,
         stop_reason: Callable[[], str | None],
     ) -> None:
-        parcel = shipping.pack(job)
+        parcel = shipping.pack(job) if self._launch is not None else shipping.empty_parcel()
         crew = self._crew(job, (os.getpid(), *parcel.fds))
         clear_parts(job.directory)
         problem = "it was interrupted"
@@ -107,16 +112,17 @@ class LocalWorld:
         finally:
             if self._meeting is not None:
                 self._meeting.close(problem)
-            self._launch.close()
+            if self._launch is not None:
+                self._launch.close()
             crew.close(problem)
             if job.config.settings.trace:
                 join_parts(job.directory)
             parcel.close()
 
     def _crew(self, job: Job, parcel: tuple[int, int, int]) -> Crew:
-        """The crew with this host as its first."""
+        """The crew with this host as its first, if roles are here."""
         settings, meeting = job.config.local, self._meeting
-        nursery, identity = self._launch.socket, identities(settings)  # before anything listens
+        identity = identities(settings)  # before anything listens
         counts = {members.name: members.count for members in population(job)}
         if meeting is None:
             crew = Crew(settings.loaders, Placement(1, counts), identity=identity)
@@ -130,8 +136,9 @@ class LocalWorld:
             around = Surroundings(
                 parcel, crew.address, crew.secret, settings.transport, interface=meeting.interface, apart=True
             )
-        own: HostAgent = HostAgent(nursery, around, lambda said: crew.report(own, said))
-        crew.hosts[0] = own
+        if self._launch is not None:
+            own: HostAgent = HostAgent(self._launch.socket, around, lambda said: crew.report(own, said))
+            crew.hosts[0] = crew.own = own
         return crew
 
 
@@ -185,6 +192,7 @@ class _Supervision:
                 report = unheard.popleft() if unheard else self._crew.reports.get(timeout=self._patience())
                 self._deal_with(report)
             self._end_unexplained()
+            self._crew.wait_no_longer()
             self._tell(membership.tick)
             if (why := self._stop_reason()) is not None:
                 self._tell(partial(membership.stop, why))
@@ -208,7 +216,7 @@ class _Supervision:
             self._ended(who_is(report), report.status)
         elif report.message is None:
             process = report.process
-            if process.host.number == 0:
+            if process.host is self._crew.own:
                 self._lost(process, lambda: self._how(process))
             else:
                 self._closed_elsewhere(process)
@@ -285,12 +293,12 @@ class _Supervision:
 
     # -- hosts --------------------------------------------------------------------------------------------------
     def _host_came(self, host: Host) -> None:
-        self._crew.hosts[host.number] = host
+        self._crew.add(host)
         self._event("host_joined", None, host.name)
 
     def _host_lost(self, host: Host) -> None:
         """All that was on a host is gone with it: one event for the membership."""
-        if host.number == 0:
+        if host is self._crew.own:
             raise RunFailed(f"the process that starts workers was ended from outside; {going_on(self._job.directory)}")
         if self._crew.hosts.get(host.number) is not host:
             return
