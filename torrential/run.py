@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import nn
 
@@ -226,7 +226,8 @@ def execute(
     listeners: Sequence[Any] = (),
     meeting: Meeting | None = None,
 ) -> TrainResult:
-    """Carry a run out. `launch`: what begins its processes, if that is there; `meeting`: how other hosts take part."""
+    """Carry a run out. `launch`: what begins its processes (agents in the world ray), if that is there; `meeting`: how
+    other hosts take part."""
     try:
         return _execute(job, _world(job, launch, meeting), display_for, listeners)
     except TorrentialError as error:
@@ -286,11 +287,10 @@ def _world(job: Job, launch: Launch | Agents | None, meeting: Meeting | None) ->
     if job.config.world == "ray":
         from torrential.worlds.ray.world import RayWorld
 
-        return RayWorld(None if isinstance(launch, Launch) else launch)
+        return RayWorld(cast("Agents | None", launch))
     from torrential.worlds.local.supervisor import LocalWorld
 
-    assert launch is None or isinstance(launch, Launch)
-    return LocalWorld(launch, meeting)
+    return LocalWorld(cast("Launch | None", launch), meeting)
 
 
 def summarise(job: Job, history: list[Record]) -> Summary:
