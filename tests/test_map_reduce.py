@@ -402,7 +402,7 @@ def refusals() -> Iterator[tuple[str, Any, str]]:
     yield (
         "in place",
         lambda how: tt.map_reduce(X.clone(), lambda rows: rows.mul_(2).sum(0), **how),
-        "changes what it was",
+        "changes its argument",
     )
     yield "numpy in place", lambda how: tt.map_reduce(X.numpy(), doubled, **how), "read-only"
     yield (

@@ -285,9 +285,10 @@ def _world(job: Job, launch: Launch | Agents | None, meeting: Meeting | None) ->
 
         return SimWorld(make_cluster(job.config.cluster or {}))
     if job.config.world == "ray":
+        from torrential.worlds.ray.agents import Agents
         from torrential.worlds.ray.world import RayWorld
 
-        return RayWorld(cast("Agents | None", launch))
+        return RayWorld(launch if isinstance(launch, Agents) else None)
     from torrential.worlds.local.supervisor import LocalWorld
 
     return LocalWorld(cast("Launch | None", launch), meeting)

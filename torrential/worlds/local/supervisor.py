@@ -122,6 +122,7 @@ class LocalWorld:
     def _crew(self, job: Job, parcel: tuple[int, int, int]) -> Crew:
         """The crew with this host as its first, if roles are here."""
         settings, meeting = job.config.local, self._meeting
+        nursery = None if self._launch is None else self._launch.socket
         identity = identities(settings)  # before anything listens
         counts = {members.name: members.count for members in population(job)}
         if meeting is None:
@@ -136,8 +137,8 @@ class LocalWorld:
             around = Surroundings(
                 parcel, crew.address, crew.secret, settings.transport, interface=meeting.interface, apart=True
             )
-        if self._launch is not None:
-            own: HostAgent = HostAgent(self._launch.socket, around, lambda said: crew.report(own, said))
+        if nursery is not None:
+            own: HostAgent = HostAgent(nursery, around, lambda said: crew.report(own, said))
             crew.hosts[0] = crew.own = own
         return crew
 
