@@ -54,9 +54,7 @@ class Surroundings(msgspec.Struct, frozen=True):
     apart: bool = False  # whether other roles of the run are on other hosts
     clock: float = 0.0  # this host's monotonic clock minus the supervisor's, seconds
     host_timeout: float = 0.0  # seconds of silence after which the supervisor's host is lost; 0: it is this one
-    labelled: bool = (
-        False  # whether lines that a role prints begin with its name, as where many hosts' are shown as one
-    )
+    labelled: bool = False  # whether lines that a role prints begin with its name: those of many hosts are shown as one
 
 
 class Spawn(OfProcess, frozen=True):
